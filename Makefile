@@ -1,0 +1,40 @@
+# Every target does all of its own set-up: Python >= 3.11, make and a C compiler are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: help env demo test test-slow lint types clean
+
+help:
+	@echo "make demo       sample from the shipped checkpoints into out/demo/"
+	@echo "make test       environment, lint, types, tests"
+	@echo "make test-slow  the long proofs"
+
+env: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visgen needs Python >= 3.11, $(PYTHON) is %d.%d; use make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@
+
+demo: env
+	$(BIN)/python sample.py configs/sample/demo.yaml --out out/demo
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: env
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,130 @@
+"""Fréchet distance and KID of images against the held-out split of a data set.
+
+python eval/fid.py --checkpoint assets/fashion32 --data.kind fashion_mnist --n 10000 --out out/eval/fashion32
+python eval/fid.py ... --rows generated real recon marginals     # with the rows that make a number readable
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from visgen import config as configs
+from visgen import evaluate as ev
+from visgen.config import UserError, plugin
+from visgen.generate import Generator, SamplingConfig, load
+from visgen.metrics.features import build_extractor
+from visgen.metrics.protocol import SamplePlan
+from visgen.metrics.report import Report, table
+from visgen.sample import Progress, describe, writable
+
+Row = Literal["generated", "real", "recon", "marginals"]
+
+
+@dataclass(frozen=True)
+class FidConfig(SamplingConfig):
+    """Scores rows of images under one protocol; writes OUT/<row>/report.{json,md} and OUT/table.md.
+
+    Attributes:
+        checkpoint: run directory or Hub id, for the rows generated, recon and marginals.
+        step: which step of the run; default the newest.
+        data: the data set; its held-out split is the reference, its training split feeds the other rows.
+        rows: generated (by the checkpoint), real (training images), recon (training images through the tokenizer),
+            marginals (tokens drawn from per-position histograms).
+        n: images per row.
+        reference_n: images of the reference; default the whole held-out split.
+        plan_seed: seed of the sample plan (labels and per-image seeds).
+        extractor, weights: feature network and, where it needs one, its weight file.
+        extractor_batch: images per pass of the feature network; default by device.
+        groups: jackknife groups; 1 leaves the error out.
+        allow_small: score although N does not exceed the feature width.
+        reference_cache: file that keeps the reference's features between runs.
+        wandb: mirror the reports to Weights & Biases (offline without a key).
+        out: directory of the reports.
+    """
+
+    checkpoint: str = ""
+    step: int | None = None
+    data: Any = plugin("visgen.data", "fashion_mnist")
+    rows: tuple[Row, ...] = ("generated",)
+    n: int = 10_000
+    reference_n: int | None = None
+    plan_seed: int = 0
+    extractor: str = "fd_efflite0"
+    weights: Path | None = None
+    extractor_batch: int | None = None
+    groups: int = 25
+    allow_small: bool = False
+    reference_cache: Path | None = None
+    wandb: bool = False
+    out: Path = Path("out/eval/fid")
+
+
+def main() -> None:
+    settings = configs.load(FidConfig, sys.argv[1:], prog="eval/fid.py")
+    needs_checkpoint = [r for r in settings.rows if r != "real"]
+    if needs_checkpoint and not settings.checkpoint:
+        raise UserError(f"--checkpoint is needed for the rows {', '.join(needs_checkpoint)}")
+    world = ev.World.current()
+    out = writable(settings.out)
+    device, _ = settings.engine.resolve()
+    extractor = build_extractor(
+        settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
+    )
+    held_out = configs.build(settings.data, "held_out")
+    ref_n = min(settings.reference_n or len(held_out), len(held_out))
+    plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
+    ev.check_size(plan, ref_n, extractor, settings.allow_small)
+    generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
+    train = configs.build(settings.data, "train") if set(settings.rows) - {"generated"} else None
+    with Progress("reference", world.rank == 0) as step:
+        ref = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
+    protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)
+    reports: dict[str, Report] = {}
+    for row in settings.rows:
+        start = time.perf_counter()
+        with Progress(row, world.rank == 0) as step:
+            images = make_rows(row, settings, generator, train, plan, world)
+            scores, checks = ev.score(images, ref, extractor, protocol, world, settings.allow_small, step)
+        seconds = time.perf_counter() - start
+        about = describe(settings, generator) if row == "generated" and generator else {}
+        reports[row] = Report(
+            protocol,
+            scores,
+            model={"ckpt": settings.checkpoint or row, **(generator.meta if generator and row != "real" else {})},
+            sampling={"row": row, "plan": plan.hash, **{k: v for k, v in about.items() if k != "model"}},
+            checks=checks,
+            speed={"img_per_s": settings.n / seconds, "device": str(device)},
+            command=shlex.join(["python", *sys.argv]),
+            duration_s=seconds,
+        )
+        if world.rank == 0:
+            reports[row].write(out / row)
+    if world.rank == 0:
+        text = table(reports, list(next(iter(reports.values())).scores))
+        (out / "table.md").write_text(text)
+        print(text)
+        if settings.wandb:
+            from visgen.train.log import mirror_reports
+
+            mirror_reports(reports, out)
+
+
+def make_rows(
+    row: Row, settings: FidConfig, generator: Generator | None, train: Any, plan: SamplePlan, world: ev.World
+) -> ev.Rows:
+    if row == "real":
+        return ev.real(train, plan, world)
+    assert generator is not None
+    if row == "generated":
+        return ev.generated(generator, plan, settings, world)
+    make = ev.reconstructed if row == "recon" else ev.marginals
+    return make(generator.tokenizer, train, plan, world, settings.engine.batch)
+
+
+if __name__ == "__main__":
+    configs.run_program(main)

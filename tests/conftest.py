@@ -1,0 +1,183 @@
+"""What every test shares: one thread, no network, a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `import reference`
+
+import pytest
+import torch
+
+from visgen import checkpoint
+from visgen.config import build, dump, plugin_config
+from visgen.config import load as loads
+from visgen.model import Model, ModelConfig
+
+torch.set_num_threads(1)
+
+LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
+
+
+class NetworkBlocked(BaseException):
+    """Not an `Exception`: code that falls back when the network fails cannot hide its attempt."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """Fails every test that connects to anything but this machine."""
+
+    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(self: socket.socket, address: Any) -> Any:
+            outside = self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(LOOPBACK)
+            if outside:
+                raise NetworkBlocked(f"a test tried to connect to {address}")
+            return real(self, address)
+
+        return connect
+
+    patch = pytest.MonkeyPatch()
+    for name in ("connect", "connect_ex"):
+        patch.setattr(socket.socket, name, guarded(getattr(socket.socket, name)))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Model]:
+    """Builds a tiny class-conditional AR model in eval mode, with random weights in its head too."""
+
+    def make(
+        grid: tuple[int, int, int] = (1, 4, 4),
+        vocab: int = 16,
+        classes: int = 3,
+        seed: int = 0,
+        head_std: float = 0.5,
+        condition: dict[str, Any] | None = None,
+        **backbone: Any,
+    ) -> Model:
+        small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
+        config = ModelConfig(
+            grid=grid,
+            vocab=vocab,
+            backbone=plugin_config("visgen.backbones", "ar", **{**small, **backbone}),
+            condition=plugin_config("visgen.conditions", "label", **{"classes": classes, **(condition or {})}),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Model(config).eval()
+            for parameter in model.parameters():  # far from the initialisation: attention and norms must matter
+                torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.25)
+            torch.nn.init.normal_(model.head.output.weight, std=head_std)
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    tokenizer_config = small_config("tokenizers", "conv_vq")
+    torch.manual_seed(0)
+    tokenizer = build(tokenizer_config).eval()
+    for step in (5, 10):
+        folder = run / checkpoint.step_name(step)
+        folder.mkdir(parents=True)
+        model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, seed=step)
+        facts = {"step": step, "classes": json.dumps(["Ankle boot", "bag", "Coat"])}
+        checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
+        (folder / checkpoint.META).write_text(json.dumps({"step": step}))
+    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+    return run
+
+
+# ------------------------------------------------------------------------------------- contracts of plugin packages
+
+VISGEN = Path(__file__).parents[1] / "visgen"
+SMALL = {  # fields by name, so that a new plugin is small without an edit here; a contract test may add its own
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "width": 32,
+    "mlp_multiple_of": 16,
+    "classes": 3,
+    "image_size": 16,
+    "multipliers": (1, 2),
+    "res_blocks": 1,
+    "z_channels": 8,
+    "norm_groups": 4,
+    "codes": 16,
+    "n": 12,
+    "n_held_out": 7,
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests with an argument `kind`, in a module with a PACKAGE, run for every file of visgen/PACKAGE."""
+    package = getattr(metafunc.module, "PACKAGE", None)
+    if package and "kind" in metafunc.fixturenames:
+        files = sorted((VISGEN / package).glob("*.py"))
+        metafunc.parametrize("kind", [f.stem for f in files if not f.name.startswith("_")])
+
+
+def small_config(package: str, kind: str, **values: Any) -> Any:
+    """`visgen.package.kind.Config` at toy size; nested plugins and configs shrink too."""
+    return _shrunk(plugin_config(f"visgen.{package}", kind), values)
+
+
+def _shrunk(config: Any, values: dict[str, Any]) -> Any:
+    changed = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in values or field.name in SMALL:
+            changed[field.name] = values.get(field.name, SMALL.get(field.name))
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = _shrunk(value, values)
+    return dataclasses.replace(config, **changed)
+
+
+@pytest.fixture(scope="session")
+def small() -> Callable[..., Any]:
+    return small_config
+
+
+@pytest.fixture(scope="session")
+def check_form() -> Callable[[str, str], None]:
+    """What every plugin file is, whatever its package."""
+
+    def check(package: str, kind: str) -> None:
+        module = importlib.import_module(f"visgen.{package}.{kind}")
+        assert module.__doc__ and module.__doc__.strip(), "the module has a docstring"
+        config = module.Config
+        assert config.__module__ == module.__name__, "Config is defined in the file itself"
+        assert dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen, "Config is frozen"
+        default = config()  # every field has a default
+        assert hash(default) is not None and default == config()
+        assert loads(config, values=dump(default)) == default, "Config survives YAML"
+        generated = str(config.__doc__).startswith(f"{config.__name__}(")
+        lines = [line for c in config.__mro__[:-1] for line in inspect.getsource(c).splitlines()]
+        assert not generated or any('"""' in line or "#" in line for line in lines), "Config says what its fields mean"
+        contract = importlib.import_module(f"visgen.{package}")
+        bases = tuple(v for v in vars(contract).values() if inspect.isabstract(v) and v.__module__ == contract.__name__)
+        found = [
+            v
+            for v in vars(module).values()
+            if isinstance(v, type) and v.__module__ == module.__name__ and issubclass(v, bases)
+        ]
+        assert len(found) == 1, f"one implementation of {[b.__name__ for b in bases]}, found {found}"
+        assert not inspect.isabstract(found[0]), f"left abstract: {found[0].__abstractmethods__}"
+        assert found[0].__doc__ and found[0].__doc__ != bases[0].__doc__, "the class has a docstring of its own"
+
+    return check

@@ -1,0 +1,88 @@
+"""Every backbone: one forward that trains and decodes, over the layout it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visgen.backbones import Backbone
+from visgen.conditions import Prefix
+from visgen.config import build, plugin_config
+from visgen.layout import Layout
+
+PACKAGE = "backbones"
+B, P, VOCAB = 2, 2, 12
+LAYOUT = Layout.raster((1, 2, 3)).with_prefix(P)
+TOKENS = torch.randint(VOCAB, (B, 6), generator=torch.Generator().manual_seed(0))
+
+
+def made(small: Callable[..., Any], kind: str, std: float = 0.3) -> Backbone:
+    torch.manual_seed(0)
+    backbone = build(small(PACKAGE, kind), LAYOUT, VOCAB).eval()
+    for parameter in backbone.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), std)
+    return backbone
+
+
+def prefix(backbone: Backbone, visible: Tensor | None = None) -> Prefix:
+    vectors = torch.randn(B, P, backbone.width, generator=torch.Generator().manual_seed(1))
+    return Prefix(vectors, visible)
+
+
+def test_form(kind: str, check_form: Callable[[str, str], None]) -> None:
+    check_form(PACKAGE, kind)
+
+
+def test_the_default_size_builds_on_the_meta_device(kind: str) -> None:
+    config = plugin_config("visgen.backbones", kind)
+    with torch.device("meta"):
+        backbone = build(config, Layout.raster((1, 16, 16)).with_prefix(1), 16384)
+    assert backbone.width == config.width and all(p.is_meta for p in backbone.parameters())
+
+
+def test_the_training_pass(kind: str, small: Callable[..., Any]) -> None:
+    backbone = made(small, kind)
+    assert backbone.layout is LAYOUT
+    h = backbone(TOKENS, None, cond=prefix(backbone))
+    assert h.shape == (B, P + 6, backbone.width) and h.isfinite().all() and h.std() > 0.1
+    h.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone.parameters())
+
+
+def test_windows_with_a_cache_equal_the_training_pass(kind: str, small: Callable[..., Any]) -> None:
+    backbone = made(small, kind)
+    visible = torch.tensor([[True, True], [False, True]])
+    for cond in (prefix(backbone), prefix(backbone, visible)):
+        with torch.no_grad():
+            whole = backbone(TOKENS, None, cond=cond)
+            cache = backbone.make_cache(B, torch.device("cpu"), torch.float32)
+            before = torch.cat([torch.full((B, P), 7), TOKENS], 1)  # 7: ignored at prefix slots
+            parts = []
+            for start, end in ((0, 2), (2, 3), (3, 7), (7, 8)):
+                pos = torch.arange(start, end).expand(B, -1)
+                parts.append(backbone(before[:, start:end], pos, cond=cond, cache=cache))
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-5)
+
+
+def test_no_slot_sees_a_later_one(kind: str, small: Callable[..., Any]) -> None:
+    backbone = made(small, kind)
+    with torch.no_grad():
+        plain = backbone(TOKENS, None, cond=prefix(backbone))
+        for k in range(6):
+            changed = TOKENS.clone()
+            changed[:, k] = (changed[:, k] + 1) % VOCAB
+            after = backbone(changed, None, cond=prefix(backbone))
+            assert torch.equal(after[:, : P + k], plain[:, : P + k])
+            assert not torch.equal(after[:, P + k], plain[:, P + k])
+
+
+def test_rows_are_independent(kind: str, small: Callable[..., Any]) -> None:
+    backbone = made(small, kind)
+    cond = prefix(backbone)
+    with torch.no_grad():
+        both = backbone(TOKENS, None, cond=cond)
+        alone = backbone(TOKENS[1:], None, cond=Prefix(cond.vectors[1:]))
+    assert torch.allclose(both[1:], alone, atol=1e-5)

@@ -1,0 +1,197 @@
+"""Every data source: the same sample for the same key, in the shapes and ranges that training expects."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from visgen.config import UserError, build, plugin_config
+from visgen.data import Data, Samples, Split, codes, to_batch
+
+PACKAGE = "data"
+COUNT = {"train": 12, "held_out": 7}
+
+
+# ---------------------------------------------------------------------------- files for the sources that read some
+
+
+def picture(seed: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (20, 24, 3), np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def folder(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        for i in range(count):
+            path = root / split / f"class_{i % 3}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(100 * len(split) + i))
+    return {"root": root}
+
+
+def webdataset(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        with tarfile.open(root / f"{split}.tar", "w") as tar:
+            for i in range(count):
+                for name, data in ((f"{i:03}.png", picture(100 * len(split) + i)), (f"{i:03}.cls", b"%d" % (i % 3))):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return {"shards": str(root / "train.tar"), "held_out_shards": str(root / "held_out.tar")}
+
+
+def fashion_mnist(root: Path) -> dict[str, Any]:
+    for name, count in (("train", COUNT["train"]), ("t10k", COUNT["held_out"])):
+        rng = np.random.default_rng(count)
+        images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
+        for part, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = (0x800 + array.ndim).to_bytes(4, "big") + np.array(array.shape, ">u4").tobytes()
+            (root / f"{name}-{part}-ubyte").write_bytes(header + array.tobytes())
+    return {"root": root}
+
+
+def cached(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        config = plugin_config("visgen.data", "synthetic", n=count, n_held_out=count, image_size=16)
+        source = build(config, split)
+        settings: dict[str, Any] = {"views": "flip", "ranges": [], "shard_images": 4, "tokenizer": "abc"}
+        index = codes.make_index(source, grid=[1, 2, 2], vocab=300, **settings)
+        (root / split).mkdir()
+        ids = np.random.default_rng(count).integers(0, 300, (count, 2, 4))
+        for number in range(index.shard_count):
+            part = list(index.shard(number))
+            codes.write_shard(root / split, index, number, ids[part], source.labels[part].numpy())
+            index.shards.append(codes.shard_record(root / split, index, number))
+        index.complete = True
+        codes.write_index(root / split, index)
+    return {"root": root}
+
+
+MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "folder": folder,
+    "webdataset": webdataset,
+    "fashion_mnist": fashion_mnist,
+    "codes": cached,
+}
+AUGMENTED = {"hflip": True, "crop": "random", "shift": 2}  # where a source has these options
+
+Open = Callable[..., Data]
+kept: dict[tuple[str, Split], Data] = {}
+
+
+@pytest.fixture
+def source(kind: str, small: Callable[..., Any], tmp_path: Path) -> Open:
+    """Opens a split, augmented; a source without a maker runs on its default files, read once, if they are here."""
+    if kind in MAKERS:
+        config = small(PACKAGE, kind, **MAKERS[kind](tmp_path), **AUGMENTED)
+        return lambda split="train": build(config, split)
+
+    def open_split(split: Split = "train") -> Data:
+        try:
+            if (kind, split) not in kept:
+                kept[kind, split] = build(small(PACKAGE, kind, **AUGMENTED), split)
+            return kept[kind, split]
+        except UserError as error:
+            pytest.skip(f"{kind} needs files that are not here: {error}")
+
+    return open_split
+
+
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+
+
+def test_form(kind: str, check_form: Callable[[str, str], None]) -> None:
+    check_form(PACKAGE, kind)
+
+
+def test_samples_have_the_promised_shapes_and_ranges(source: Open) -> None:
+    data = source()
+    assert len(data) > 3 and data.split == "train" and len(data.classes) >= 1
+    assert all(isinstance(name, str) for name in data.classes)
+    for i in (0, 1, len(data) - 1):
+        for sample in (data.get(i), data.get(i, rng(0))):
+            assert isinstance(sample["label"], int) and 0 <= sample["label"] < len(data.classes)
+            assert ("pixels" in sample) != ("tokens" in sample)
+            if "pixels" in sample:
+                assert sample["pixels"].dtype == torch.uint8 and sample["pixels"].shape[1] == 3
+                assert sample["pixels"].ndim == 4 and tuple(sample["pixels"].shape[2:]) == tuple(data.image_size)
+            else:
+                assert sample["tokens"].dtype == torch.int64 and sample["tokens"].ndim == 1
+                assert int(sample["tokens"].min()) >= 0 and int(sample["tokens"].max()) < data.vocab  # type: ignore[attr-defined]
+
+
+def test_a_sample_depends_on_its_key_alone(source: Open) -> None:
+    data, again = source(), source()
+    for i in range(4):
+        assert same(data.get(i), data.get(i)) and same(data.get(i), again.get(i)), "plain samples"
+        first = [data.get(i, rng(s)) for s in (1, 2)]
+        np.random.seed(3)
+        torch.manual_seed(3)
+        assert same(data.get(i, rng(1)), first[0]) and same(again.get(i, rng(2)), first[1])
+
+
+def test_held_out_is_another_set_without_augmentation(source: Open) -> None:
+    train, held_out = source("train"), source("held_out")
+    assert held_out.classes == train.classes and tuple(held_out.image_size) == tuple(train.image_size)
+    count = min(len(train), len(held_out), 7)
+    assert not all(same(train.get(i), held_out.get(i)) for i in range(count))
+    assert all(same(held_out.get(i), held_out.get(i, rng(i))) for i in range(count))
+
+
+def test_many_samples_at_once_are_the_plain_ones(source: Open) -> None:
+    data = source()
+    chosen = [2, 0, len(data) - 1, 0]
+    many = data.get_many(chosen)
+    assert many["label"].dtype == torch.int64 and many["label"].shape == (4,)
+    for row, i in enumerate(chosen):
+        assert same({k: v[row] for k, v in many.items()}, data.get(i))
+
+
+def test_views_of_pixels(source: Open) -> None:
+    data = source()
+    if "tokens" in data.get(0):
+        with pytest.raises(UserError, match="tokens"):
+            data.views([0], "center")
+        return
+    for kind, count in (("center", 1), ("flip", 2)):
+        views = data.views([1, 2], kind)  # type: ignore[arg-type]
+        assert views["pixels"].dtype == torch.uint8 and views["pixels"].shape[:3] == (2, count, 1)
+        assert torch.equal(views["pixels"][:, 0], data.get_many([1, 2])["pixels"])
+        assert torch.equal(
+            views["pixels"][:, -1], views["pixels"][:, 0].flip(-1) if count == 2 else views["pixels"][:, 0]
+        )
+        assert views["label"].tolist() == [data.get(1)["label"], data.get(2)["label"]]
+
+
+def test_the_loader_gets_what_the_keys_say(source: Open) -> None:
+    data = source()
+    keys = [(3, 0), (1, 0), (3, 1), (0, 5)]
+    loader: Any = DataLoader(Samples(data, seed=4), batch_size=4, sampler=keys)  # type: ignore[arg-type]
+    batch = to_batch(next(iter(loader)), "cpu")
+    assert batch["index"].tolist() == [3, 1, 3, 0]
+    assert batch["label"].tolist() == [data.get(i)["label"] for i, _ in keys]
+    name = "pixels" if "pixels" in batch else "tokens"
+    expected = torch.stack([data.get(i, np.random.default_rng((4, epoch, i)))[name] for i, epoch in keys])
+    assert torch.equal(batch[name], expected.float() / 127.5 - 1 if name == "pixels" else expected)  # type: ignore[literal-required]
+    assert name == "tokens" or (batch["pixels"].min() >= -1 and batch["pixels"].max() <= 1)
+
+
+def test_positions_outside_are_refused(source: Open) -> None:
+    data = source()
+    with pytest.raises(IndexError):
+        data.get(len(data))

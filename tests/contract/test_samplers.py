@@ -1,0 +1,115 @@
+"""Every sampler: draws all tokens, alone or in company, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from visgen.config import build
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+
+PACKAGE = "samplers"
+N, VOCAB = 16, 16
+LABELS, SEEDS = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([3, 1, 4, 15, 92])
+
+
+@pytest.fixture(params=[(Guidance(), Warp()), (Guidance(2.0), Warp(0.8, 10, 0.9))], ids=["plain", "guided"])
+def engine(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Engine:
+    return Engine(make_model(), *request.param)
+
+
+def draw(sampler: Any, engine: Engine, rows: list[int], known: Any = None) -> Tensor:
+    engine.begin({"label": LABELS[rows]}, known)
+    return engine.run(sampler, Noise(SEEDS[rows])).tokens
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Names, identities and values of everything the modules hold."""
+    out: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                for inner, part in value.items():
+                    kept = part.clone() if isinstance(part, Tensor) else None
+                    out[f"{name}.{inner}"] = (id(part), kept)
+            elif key.endswith("_hooks") or isinstance(value, dict):
+                out[f"{name}.{key}"] = (id(value), dict(value))
+            else:
+                out[f"{name}.{key}"] = (id(value), value)
+    return out
+
+
+def unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and len(a) == 2 and isinstance(a[1], Tensor):
+            return a[0] == b[0] and torch.equal(a[1], b[1])
+        return a == b
+
+    return before.keys() == after.keys() and all(same(before[k], after[k]) for k in before)
+
+
+def test_form(kind: str, check_form: Callable[[str, str], None]) -> None:
+    check_form(PACKAGE, kind)
+
+
+def test_draws_every_token_within_the_vocabulary(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+    sampler = build(small(PACKAGE, kind))
+    tokens = draw(sampler, engine, [0, 1, 2])
+    assert tokens.shape == (3, N) and tokens.dtype == torch.int64
+    assert tokens.min() >= 0 and tokens.max() < VOCAB and tokens.unique().numel() > 3
+    assert isinstance(sampler.iterations(engine), int) and sampler.iterations(engine) > 0
+
+
+def test_an_image_does_not_depend_on_its_company(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+    sampler = build(small(PACKAGE, kind))
+    together = draw(sampler, engine, [0, 1, 2, 3, 4])
+    assert torch.equal(torch.cat([draw(sampler, engine, [i]) for i in range(5)]), together)
+    assert torch.equal(draw(sampler, engine, [4, 2, 0]), together[[4, 2, 0]])
+    assert not torch.equal(together[0], together[3]), "same label, another seed"
+
+
+def test_sets_no_attribute_of_any_module(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+    sampler = build(small(PACKAGE, kind))
+    before = snapshot(engine.model)
+    draw(sampler, engine, [0, 1])
+    assert unchanged(before, snapshot(engine.model))
+
+
+def test_keeps_nothing_between_decodes(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+    sampler = build(small(PACKAGE, kind))
+    first = draw(sampler, engine, [0, 1])
+    draw(sampler, engine, [2, 3, 4])
+    assert torch.equal(draw(sampler, engine, [0, 1]), first)
+    assert dataclasses.is_dataclass(sampler.config)
+
+
+def test_known_tokens_are_kept(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+    mask = torch.rand(3, N, generator=torch.Generator().manual_seed(1)) < 0.4
+    tokens = torch.randint(VOCAB, (3, N), generator=torch.Generator().manual_seed(2))
+    drawn = draw(build(small(PACKAGE, kind)), engine, [0, 1, 2], (tokens, mask))
+    assert torch.equal(drawn[mask], tokens[mask])
+
+
+def test_the_snapshot_sees_changes(make_model: Callable[..., Any]) -> None:
+    model = make_model()
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(model.backbone, "cache", 1),
+        lambda: setattr(model.backbone, "forward", print),
+        lambda: model.backbone.coords.add_(1),
+        lambda: model.head.register_forward_hook(print),
+        lambda: model.train(),
+    ]
+    for change in changes:
+        before = snapshot(model)
+        assert unchanged(before, snapshot(model))
+        change()
+        assert not unchanged(before, snapshot(model))
+        model = make_model()

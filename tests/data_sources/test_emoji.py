@@ -1,0 +1,493 @@
+"""`emoji`: the bundled set, its split by concept, what may be mirrored, and the builder on tiny fake packages."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visgen.config import UserError, build, plugin_config
+from visgen.data import Samples, _emoji_build, emoji
+from visgen.data._emoji_concepts import concept_of, held_out_concepts, neutral_code
+
+BUNDLED = Path(__file__).parents[2] / "assets" / "emoji64"
+TONES = re.compile("1f3f[b-f]")
+
+
+def make(split="train", **options):
+    return build(plugin_config("visgen.data", "emoji", **options), split)
+
+
+@pytest.fixture(scope="module")
+def train():
+    return make("train")
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return make("held_out")
+
+
+# ------------------------------------------------------------------------------------------------ the bundled set
+
+
+def test_the_bundled_set_fits_its_budget_and_its_notice_names_its_sources():
+    assert sum(f.stat().st_size for f in BUNDLED.iterdir()) <= 3.0 * 2**20
+    assert {f.suffix for f in BUNDLED.iterdir()} == {".webp", ".json"}
+    index = json.loads((BUNDLED / "index.json").read_text())
+    assert list(index["styles"]) == ["fluent"], "Noto and Twemoji are built by users, never bundled"
+    notice = (BUNDLED.parent / "NOTICE").read_text()
+    for word in (index["styles"]["fluent"]["source"].replace("@1", " 1"), "Microsoft Corporation", "LobeHub"):
+        assert word in notice
+    assert "THE SOFTWARE IS PROVIDED" in notice and "Apache" in notice and "CC-BY" in notice
+
+
+def test_what_microsoft_does_not_license_is_not_bundled(train, held_out):
+    names = " ; ".join(train.names + held_out.names)
+    for withheld in ("germany flag", "england flag", "family", "kiss:", "couple with heart", "holding hands"):
+        assert withheld not in names
+    assert not re.search(r"\b(video game|technologist)\b|(?<!linked )paperclip", names)
+    assert "linked paperclips" in names and "laptop" not in names
+
+
+def test_pictures_are_64_pixels_on_white(train, held_out):
+    assert len(train) + len(held_out) == 3011
+    for data in (train, held_out):
+        pixels = data.get_many(range(len(data)))["pixels"]
+        assert (pixels.dtype, tuple(pixels.shape[1:])) == (torch.uint8, (1, 3, 64, 64))
+        assert data.image_size == (64, 64)
+        corners = pixels[..., [0, 0, -1, -1], [0, -1, 0, -1]].amin((1, 2, 3))
+        assert corners.min() >= 240, "a corner is not white: transparency was not composited"
+        assert 0.4 < (pixels.amin(2) > 250).float().mean() < 0.6
+        assert (pixels.flatten(1).float().std(1) > 3).all(), "an empty picture"
+    sample = train.get(5)
+    assert torch.equal(sample["pixels"], train.get_many([5])["pixels"][0])
+    assert sample["label"] == int(train.labels[5])
+
+
+def test_labels_are_nine_categories(train, held_out):
+    assert len(train.classes) == 9 and train.classes == held_out.classes
+    for data in (train, held_out):
+        assert set(data.labels.tolist()) == set(range(9)), "a category without pictures"
+    of = {name: train.classes[label] for name, label in zip(train.names, train.labels.tolist(), strict=True)}
+    assert of["tiger"] == "Animals & Nature" and of["pretzel"] == "Food & Drink" and of["rainbow flag"] == "Flags"
+    assert of["thumbs up sign, medium-dark skin tone"] == "People & Body"
+
+
+def test_names_and_codes_say_what_is_drawn(train):
+    place = {code: i for i, code in enumerate(train.codes)}
+    assert train.names[place["1f9d1-1f3ff-200d-1f373"]] == "cook, dark skin tone"
+    assert len(place) == len(train), "a code occurs twice"
+    red, green = (train.get(place[code])["pixels"].float().mean((0, 2, 3)) for code in ("1f34e", "1f34f"))
+    assert red[0] > red[1] + 20 and green[1] > green[0] + 20, "pictures and names are out of step"
+
+
+# ---------------------------------------------------------------------------------------------- the split by concept
+
+
+def plain(name):
+    """A name without skin tones and words of gender: written anew here, apart from what the builder does."""
+    words = re.sub(r", .* skin tones?$", "", name)
+    words = re.sub(r"\b(man|woman|men|women|person|people|boy|girl|mans|womans|male|female)\b", "", words)
+    return " ".join(words.replace("facing right", "").replace(":", "").split())
+
+
+def skeleton(code):
+    """A code without skin tones, gender signs, joiners and direction; any adult is the same adult."""
+    kept = [p for p in code.split("-") if not TONES.match(p) and p not in ("200d", "2640", "2642", "27a1")]
+    return tuple("1f9d1" if p in ("1f468", "1f469") else p for p in kept)
+
+
+def test_no_concept_lies_on_both_sides(train, held_out):
+    assert not set(train.concepts.tolist()) & set(held_out.concepts.tolist())
+    assert not {plain(n) for n in train.names} & {plain(n) for n in held_out.names}
+    assert not {skeleton(c) for c in train.codes} & {skeleton(c) for c in held_out.codes}
+
+
+def test_skin_tones_and_genders_share_a_concept(train, held_out):
+    for data in (train, held_out):
+        groups = {}
+        for code, name, concept in zip(data.codes, data.names, data.concepts.tolist(), strict=True):
+            groups.setdefault(skeleton(code), set()).add(concept)
+            groups.setdefault(plain(name), set()).add(concept)
+        assert all(len(concepts) == 1 for concepts in groups.values())
+        assert len(data) > 2 * len(set(data.concepts.tolist())), "no variants: the test would be empty"
+
+
+def distances(left, right):
+    """[len(left), len(right)] RMS over 0..1 of pictures reduced to 32 pixels."""
+    small = [torch.nn.functional.avg_pool2d(d[:, 0].float() / 255, 2).flatten(1) for d in (left, right)]
+    return torch.cdist(*small) / small[0].shape[1] ** 0.5
+
+
+def test_no_held_out_picture_has_a_near_duplicate_in_training(train, held_out):
+    mine, theirs = (d.get_many(range(len(d)))["pixels"] for d in (held_out, train))
+    assert distances(mine, theirs).min() > 0.045
+    within = distances(theirs, theirs) + torch.eye(len(theirs))
+    assert (within.amin(1) < 0.045).float().mean() > 0.3, "variants are no nearer than others: the test is blind"
+
+
+def test_a_tenth_of_each_category_is_held_out(train, held_out):
+    for label, category in enumerate(train.classes):
+        held, kept = (len(set(d.concepts[d.labels == label].tolist())) for d in (held_out, train))
+        assert held >= 1, category
+        assert abs(held / (held + kept) - 0.1) < 0.03, category
+
+
+def test_the_split_is_a_function_of_names_alone():
+    concepts = [(f"thing {i}", ("Objects", False), 1) for i in range(200)]
+    held = {concepts[i][0] for i in held_out_concepts(concepts)}
+    assert len(held) == 20
+    assert {concepts[::-1][i][0] for i in held_out_concepts(concepts[::-1])} == held
+    assert held_out_concepts([("alone", ("Flags", False), 1)]) == []
+    assert held_out_concepts([("a", ("x", False), 1), ("b", ("x", False), 99)]) == [0], "a large concept was held out"
+
+
+@pytest.mark.parametrize(
+    ("names", "together"),
+    [
+        (("BLUE HEART", "HEAVY BLACK HEART", "LIGHT BLUE HEART"), True),
+        (("CLOCK FACE ONE OCLOCK", "CLOCK FACE TEN-THIRTY"), True),
+        (("LEFT-FACING FIST", "RIGHT-FACING FIST"), True),
+        (("France Flag", "St. Martin Flag"), True),
+        (("FAMILY: MAN, BOY", "FAMILY"), True),
+        (("BELL", "BELL WITH CANCELLATION STROKE"), True),
+        (("BELL", "BELL PEPPER"), False),
+        (("KISS MARK", "KISS"), False),
+        (("Ireland Flag", "Italy Flag"), False),
+        (("PAPERCLIP", "LINKED PAPERCLIPS"), False),
+        (("MOON CAKE", "CRESCENT MOON"), False),
+    ],
+)
+def test_series_of_one_thing_share_a_concept(names, together):
+    assert (len({concept_of(name) for name in names}) == 1) == together
+
+
+def test_neutral_code():
+    assert neutral_code("1f469-1f3fd-200d-2695") == "1f9d1-200d-2695"
+    assert neutral_code("1f3c3-1f3fb-200d-2640-200d-27a1") == "1f3c3"
+    assert neutral_code("1f469") == "1f469", "a woman alone has no neutral sequence; SERIES joins her to `person`"
+
+
+def test_bases_are_one_plain_neutral_picture_per_concept(held_out):
+    bases = held_out.bases()
+    assert len(bases) == len(set(held_out.concepts.tolist())) == len(set(held_out.concepts[bases].tolist()))
+    assert not any(TONES.search(held_out.codes[i]) for i in bases)
+    for i in bases:
+        words = held_out.names[i].split()
+        neutral = [c for c, k in zip(held_out.codes, held_out.concepts, strict=True) if k == held_out.concepts[i]]
+        assert not {"man", "woman"} & set(words) or not any(c == neutral_code(c) for c in neutral), held_out.names[i]
+    small = make("held_out", variants="base")
+    assert small.names == [held_out.names[i] for i in bases]
+
+
+# -------------------------------------------------------------------------------------------------- augmentation
+
+
+def test_flags_symbols_and_lettering_are_never_mirrored():
+    data = make(hflip=True)
+    rng = np.random.default_rng(0)
+    plain_pixels = data.get_many(range(len(data)))["pixels"]
+    flipped = {label: 0 for label in range(9)}
+    for i in [*range(0, len(data), 4), *np.flatnonzero(data.labels.numpy() >= 7)]:
+        pixels = data.get(int(i), rng)["pixels"]
+        if not torch.equal(pixels, plain_pixels[i]):
+            assert torch.equal(pixels, plain_pixels[i].flip(-1))
+            flipped[int(data.labels[i])] += 1
+    named = {name: i for i, name in enumerate(data.classes)}
+    assert flipped[named["Flags"]] == flipped[named["Symbols"]] == 0
+    assert all(flipped[named[c]] > 5 for c in ("Animals & Nature", "Food & Drink", "People & Body", "Objects"))
+    views = data.views(range(len(data)), "flip")["pixels"]
+    mirrored = (views[:, 1] != views[:, 0]).flatten(1).any(1)
+    assert not mirrored[data.labels >= 7].any() and mirrored[data.labels == named["Animals & Nature"]].all()
+    clock = data.names.index("clock face three oclock")
+    assert not mirrored[clock]
+
+
+AUGMENTED = {"hflip": True, "shift": 4, "scale": 0.1, "jitter": 0.2}
+
+
+def test_augmentation_is_a_function_of_the_generator():
+    data = make(**AUGMENTED)
+    one, two, other = (Samples(data, seed)[17, 3]["pixels"] for seed in (5, 5, 6))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+    assert (one.dtype, one.shape) == (torch.uint8, (1, 3, 64, 64))
+    assert not torch.equal(one, Samples(data, 5)[17, 4]["pixels"])
+    assert torch.equal(data.get(17)["pixels"], make().get(17)["pixels"]), "without a generator the sample is plain"
+
+
+def test_held_out_pictures_are_never_augmented(held_out):
+    data = make("held_out", **AUGMENTED)
+    assert all(
+        torch.equal(data.get(i, np.random.default_rng(i))["pixels"], held_out.get(i)["pixels"]) for i in range(9)
+    )
+
+
+def test_a_sample_owns_its_pixels(train):
+    before = train.get(3)["pixels"].clone()
+    train.get(3)["pixels"].zero_()
+    train.get(3, np.random.default_rng(0))["pixels"].zero_()
+    assert torch.equal(train.get(3)["pixels"], before)
+
+
+def test_shift_fills_with_white_and_moves_everything_alike(train):
+    data, seen = make(shift=3), set()
+    for seed in range(60):
+        got = data.get(0, np.random.default_rng(seed))["pixels"][0]
+        for x in range(-3, 4):
+            for y in range(-3, 4):
+                moved = torch.roll(train.get(0)["pixels"][0], (y, x), (1, 2))
+                moved[:, : max(y, 0)], moved[:, :, : max(x, 0)] = 255, 255
+                moved[:, 64 + min(y, 0) :], moved[:, :, 64 + min(x, 0) :] = 255, 255
+                if torch.equal(got, moved):
+                    seen.add((x, y))
+    assert len(seen) > 20 and {abs(x) for x, _ in seen} == {abs(y) for _, y in seen} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("option", [{"scale": 0.3}, {"jitter": 0.5}])
+def test_zoom_and_jitter_keep_the_background_white(train, option):
+    data = make(**option)
+    i = train.names.index("snail")
+    many = torch.stack([data.get(i, np.random.default_rng(seed))["pixels"] for seed in range(20)])
+    assert many[..., 0, 0].min() >= 245
+    ink = (255 - many.float()).mean((1, 2, 3, 4))
+    base = (255 - train.get(i)["pixels"].float()).mean()
+    assert ink.min() < 0.85 * base and ink.max() > 1.15 * base
+
+
+# ------------------------------------------------------------------------------------------- packages and builder
+
+
+def entry(code, name, category, subcategory, order, tones=()):
+    variants = {tone: {"unified": code + "-" + tone.upper()} for tone in tones}
+    found = {"unified": code, "name": name, "category": category, "subcategory": subcategory, "sort_order": order}
+    return {**found, **({"skin_variations": variants} if tones else {})}
+
+
+LABELS = [
+    entry("0039-FE0F-20E3", "KEYCAP 9", "Symbols", "keycap", 9),
+    entry("1F436", "DOG FACE", "Animals & Nature", "animal-mammal", 2),
+    entry("1F42F", "TIGER FACE", "Animals & Nature", "animal-mammal", 3),
+    entry("1F9D1-200D-1F33E", "FARMER", "People & Body", "person-role", 5, ["1F3FB", "1F3FF"]),
+    entry("1F468-200D-1F33E", "MAN FARMER", "People & Body", "person-role", 4),
+    entry("1F4CE", "PAPERCLIP", "Objects", "office", 6),
+    entry("1F1E9-1F1EA", "Germany Flag", "Flags", "country-flag", 7),
+    entry("1F3FB", "EMOJI MODIFIER FITZPATRICK TYPE-1-2", "Component", "skin-tone", 8),
+]
+COLOURS = {
+    "1f436": (200, 0, 0),
+    "1f42f": (200, 120, 0),
+    "39-fe0f-20e3": (0, 0, 200),
+    "1f9d1-200d-1f33e": (220, 200, 0),
+    "1f9d1-200d-1f33e-1f3fb": (220, 200, 120),
+    "1f468-200d-1f33e": (120, 200, 0),
+    "1f4ce": (90, 90, 90),
+    "1f1e9-1f1ea": (0, 0, 0),
+    "1f999": (1, 2, 3),  # without a label
+}
+
+
+def disc(colour, width, height):
+    image = Image.new("RGBA", (width, height), (0, 0, 0, 0))
+    y, x = np.ogrid[:height, :width]
+    inside = (x - width / 2 + 0.5) ** 2 + (y - height / 2 + 0.5) ** 2 < (min(width, height) * 0.4) ** 2
+    image.paste(Image.new("RGB", image.size, colour), mask=Image.fromarray((inside * 255).astype(np.uint8)))
+    return image
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """A node_modules with tiny versions of the three packages."""
+    root = tmp_path / "node_modules"
+    for style, package in _emoji_build.PACKAGES.items():
+        folder = root / package.name / package.folder
+        folder.mkdir(parents=True)
+        (root / package.name / "package.json").write_text(json.dumps({"version": package.version}))
+        (root / package.name / "emoji.json").write_text(json.dumps(LABELS))
+        for code, colour in COLOURS.items():
+            if style == "fluent":
+                disc(colour, 256, 264 if code == "1f42f" else 256).save(folder / f"{code}.webp", lossless=True)
+            elif code != "1f42f":
+                disc(colour, 64, 64).save(folder / f"{code}.png")
+    return root
+
+
+def run(packages, out, *words):
+    _emoji_build.main(["--out", str(out), "--source", str(packages), *words])
+    return out
+
+
+def both(root, **options):
+    return [make(split, root=root, **options) for split in ("train", "held_out")]
+
+
+def test_builder(packages, tmp_path, capsys):
+    parts = both(run(packages, tmp_path / "set"))
+    assert re.search(r"fluent: 6 pictures, 1 sheets, .* PSNR \d\d\.\d dB", capsys.readouterr().out)
+    drawn = {code: data.get(i)["pixels"][0] for data in parts for i, code in enumerate(data.codes)}
+    assert set(drawn) == {
+        "1f436",
+        "1f42f",
+        "39-20e3",
+        "1f9d1-200d-1f33e",
+        "1f9d1-200d-1f33e-1f3fb",
+        "1f468-200d-1f33e",
+    }, "a picture without a label, a withheld or an undrawn one came in, or a spelling was not understood"
+    for code, pixels in drawn.items():
+        colour = next(value for name, value in COLOURS.items() if name.replace("-fe0f", "") == code)
+        middle = pixels[:, 28:36, 28:36].float().mean((1, 2))
+        assert (middle - torch.tensor(colour)).abs().max() < 8, code
+        assert pixels[:, 0, 0].min() > 250
+    ink = (drawn["1f42f"].float().amin(0) < 250).float()
+    assert abs(ink.any(0).sum() - ink.any(1).sum()) <= 2, "a picture that is not square was stretched"
+    farmers = [d for d in parts if "farmer" in d.names][0]
+    assert [farmers.names[i] for i in farmers.bases() if "farmer" in farmers.names[i]] == ["farmer"]
+    assert "farmer, light skin tone" in farmers.names and "farmer, dark skin tone" not in farmers.names
+
+
+def test_three_styles_have_one_split_and_lossless_small_pictures(packages, tmp_path):
+    out = run(packages, tmp_path / "set3", "--styles", "twemoji", "fluent", "noto")
+    train, held = both(out, classes="style_category")
+    assert len(train.classes) == 27 and train.classes[9] == "noto Smileys & Emotion"
+    assert len(train) + len(held) == 6 + 7 + 7, "Noto and Twemoji keep flags and paperclips, and lack the tiger here"
+    of = {(s, n): k for d in (train, held) for s, n, k in zip(d.styles, d.names, d.concepts.tolist(), strict=True)}
+    assert of["fluent", "dog face"] == of["noto", "dog face"] == of["twemoji", "dog face"]
+    assert not set(train.concepts.tolist()) & set(held.concepts.tolist())
+    data, i = next((d, i) for d in (train, held) for i, n in enumerate(d.names) if n == "keycap 9")
+    assert data.classes[data.labels[i]] == f"{data.styles[i]} Symbols"
+    j = next(j for j, n in enumerate(data.names) if n == "keycap 9" and data.styles[j] == "noto")
+    expected = Image.alpha_composite(Image.new("RGBA", (64, 64), "white"), disc(COLOURS["39-fe0f-20e3"], 64, 64))
+    assert np.array_equal(data.get(j)["pixels"][0].permute(1, 2, 0), np.asarray(expected.convert("RGB")))
+    alone = both(out, styles=("twemoji",), classes="subcategory")
+    assert all(set(d.styles) <= {"twemoji"} for d in alone)
+    assert {d.classes[k] for d in alone for k in d.labels.tolist()} >= {"country-flag", "office", "person-role"}
+
+
+def test_the_command(packages, tmp_path):
+    command = [sys.executable, "-m", "visgen.data.emoji", "--source", str(packages), "--out", str(tmp_path / "set")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert again.stderr == f"error: {tmp_path / 'set'} already holds a set; delete it or pass another --out\n"
+
+
+def fake_npm(packages, names):
+    """`npm pack`, from the fake packages; the archives also hold what must not be unpacked."""
+
+    def pack(command, cwd, **options):
+        assert command[:3] == ["npm", "pack", "--silent"]
+        name = command[3].rpartition("@")[0]
+        names.append(name)
+        with tarfile.open(cwd / "package.tgz", "w:gz") as archive:
+            archive.add(packages / name, "package")
+            for path in ("package/../../escaped/package.json", "package/img/google/sheets/64.png"):
+                member = tarfile.TarInfo(path)
+                member.size = 2
+                archive.addfile(member, io.BytesIO(b"{}"))
+        return subprocess.CompletedProcess(command, 0, "package.tgz\n", "")
+
+    return pack
+
+
+def test_packages_come_from_npm(packages, tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(subprocess, "run", fake_npm(packages, names))
+    _emoji_build.main(["--out", str(tmp_path / "set")])
+    assert names == ["@lobehub/fluent-emoji-3d", "emoji-datasource-google"], "pictures, and labels"
+    assert sum(map(len, both(tmp_path / "set"))) == 6
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def one_line(error, *words):
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_errors_of_the_builder(packages, tmp_path, monkeypatch):
+    def offline(command, **options):
+        return subprocess.CompletedProcess(command, 1, "", "npm error code ENOTFOUND\nnpm error network")
+
+    def missing(command, **options):
+        raise FileNotFoundError("npm")
+
+    out = ["--out", str(tmp_path / "set")]
+    for broken, words in ((offline, "ENOTFOUND"), (missing, "not installed")):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+            patch.setattr(subprocess, "run", broken)
+            _emoji_build.main(out)
+        one_line(error, "@lobehub/fluent-emoji-3d@1.1.0", words, "--source")
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "nowhere", tmp_path / "set")
+    one_line(error, "nowhere/@lobehub/fluent-emoji-3d", "--source")
+    (packages / "emoji-datasource-google" / "package.json").write_text('{"version": "3.0.0"}')
+    with pytest.raises(UserError) as error:
+        run(packages, tmp_path / "set")
+    one_line(error, "3.0.0", "16.0.0")
+    for words in (["--quality", "101"], ["--size", "4"], ["--styles", "apple"]):
+        with pytest.raises(UserError):
+            run(packages, tmp_path / "set", *words)
+    assert not (tmp_path / "set" / "index.json").exists(), "a failed build left a set"
+
+
+def test_a_damaged_package_is_named(packages, tmp_path):
+    picture = packages / "@lobehub" / "fluent-emoji-3d" / "assets" / "1f436.webp"
+    picture.write_bytes(b"RIFF")
+    with pytest.raises(UserError) as error:
+        run(packages, tmp_path / "set")
+    one_line(error, "1f436.webp", "unpack")
+
+
+# ------------------------------------------------------------------------------------------------------ where and what
+
+
+def test_the_default_root_is_found_from_everywhere(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(make()) == len(train)
+    assert emoji.Config().root == Path("assets/emoji64"), "an absolute default would tie run directories to a machine"
+
+
+def test_a_missing_set_names_the_builder(tmp_path):
+    with pytest.raises(UserError) as error:
+        make(root=tmp_path / "none")
+    one_line(error, str(tmp_path / "none"), f"python -m visgen.data.emoji --out {tmp_path / 'none'}")
+
+
+def test_a_missing_style_names_the_builder():
+    with pytest.raises(UserError) as error:
+        make(styles=("fluent", "noto"))
+    one_line(error, "fluent, not noto", "python -m visgen.data.emoji", "--styles fluent noto")
+
+
+@pytest.mark.parametrize("damage", ["truncated sheet", "missing sheet", "foreign sheet", "index"])
+def test_a_damaged_set_is_named(tmp_path, damage):
+    root = shutil.copytree(BUNDLED, tmp_path / "set")
+    sheet = root / "fluent_1.webp"
+    if damage == "truncated sheet":
+        sheet.write_bytes(sheet.read_bytes()[:1000])
+    elif damage == "missing sheet":
+        sheet.unlink()
+    elif damage == "foreign sheet":
+        Image.new("RGB", (64, 64)).save(sheet)
+    else:
+        (root / "index.json").write_text("[]")
+    with pytest.raises(UserError) as error:
+        make(root=root)
+    one_line(error, str(root), "build it again")
+
+
+@pytest.mark.parametrize(
+    "options", [{"shift": -1}, {"shift": 40}, {"scale": 0.6}, {"jitter": -0.1}, {"styles": ("fluent", "fluent")}]
+)
+def test_values_out_of_range(options):
+    with pytest.raises(UserError, match=f"data.{next(iter(options))}"):
+        make(**options)

@@ -1,0 +1,207 @@
+"""`folder`: layout, splits, unreadable images, order-free randomness."""
+
+import logging
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from visgen.config import UserError, build, plugin_config
+from visgen.data import Samples
+from visgen.data._images import center_crop
+from visgen.data._source import SampleError
+
+
+def image(seed, size=(20, 24), mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def folder(root, split="train", **options):
+    return build(plugin_config("visgen.data", "folder", root=root, **{"image_size": 16, **options}), split)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two classes of every kind of file, nested; stray text and hidden files."""
+    root = tmp_path / "mixed"
+    (root / "b" / "deep").mkdir(parents=True)
+    (root / "a").mkdir()
+    image(0).save(root / "a" / "0.jpg")
+    image(1, mode="RGBA").save(root / "a" / "1.png")
+    image(2, mode="L").save(root / "a" / "2.JPEG")
+    image(3).save(root / "b" / "deep" / "3.webp")
+    image(4, mode="CMYK").save(root / "b" / "4.jpg")
+    Image.fromarray(np.full((20, 20), 30000, np.uint16)).save(root / "b" / "5.png")
+    image(6, mode="P").save(root / "b" / "6.gif")
+    image(7).save(root / "b" / "7.bmp")
+    (root / "b" / "notes.txt").write_text("no image")
+    (root / "b" / ".hidden.png").write_text("no image")
+    return root
+
+
+def test_layout_and_order(mixed):
+    data = folder(mixed, held_out_fraction=0)
+    assert data.classes == ["a", "b"]
+    names = [os.path.relpath(data._name(i), mixed) for i in range(len(data))]
+    assert names == ["a/0.jpg", "a/1.png", "a/2.JPEG", "b/4.jpg", "b/5.png", "b/6.gif", "b/7.bmp", "b/deep/3.webp"]
+    assert data.labels.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    for i in range(len(data)):
+        sample = data.get(i)
+        assert sample["pixels"].shape == (1, 3, 16, 16)
+        assert sample["pixels"].dtype == torch.uint8
+        assert sample["label"] == data.labels[i]
+    expected = np.asarray(center_crop(image(7), 16)).transpose(2, 0, 1)
+    assert np.array_equal(data.get(6)["pixels"][0].numpy(), expected)
+    assert data.get(4)["pixels"].unique().tolist() == [117]
+
+
+def test_one_class_without_sub_folders(tmp_path):
+    image(0).save(tmp_path / "x.png")
+    data = folder(tmp_path, held_out_fraction=0)
+    assert (data.classes, len(data), data.get(0)["label"]) == (["all"], 1, 0)
+
+
+def test_train_and_val_folders(tmp_path):
+    for where in ("train/cat", "train/dog", "val/dog"):
+        (tmp_path / where).mkdir(parents=True)
+        image(0).save(tmp_path / where / "x.png")
+    assert len(folder(tmp_path)) == 2
+    held = folder(tmp_path, "held_out")
+    assert (held.classes, held.labels.tolist()) == (["cat", "dog"], [1])
+    (tmp_path / "val" / "cow").mkdir()
+    with pytest.raises(UserError, match="class 'cow' is not among"):
+        folder(tmp_path, "held_out")
+
+
+def test_split_by_hash_is_stable_and_disjoint(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(60):
+        (tmp_path / "a" / f"{i}.png").touch()
+
+    def names(split):
+        data = folder(tmp_path, split, held_out_fraction=0.3)
+        return {data._name(i) for i in range(len(data))}
+
+    train, held = names("train"), names("held_out")
+    assert len(train) + len(held) == 60
+    assert not train & held
+    assert 8 <= len(held) <= 30
+    for i in range(60, 90):
+        (tmp_path / "a" / f"{i}.png").touch()
+    assert train <= names("train")
+    assert held <= names("held_out")
+    with pytest.raises(UserError, match=r"held_out_fraction 0\.0 leaves none of its 90 images"):
+        folder(tmp_path, "held_out", held_out_fraction=0.0)
+
+
+def break_two(root):
+    """Truncates one file, empties another."""
+    whole = (root / "a" / "0.jpg").read_bytes()
+    (root / "a" / "0.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "a" / "1.png").write_bytes(b"")
+
+
+def test_unreadable_image_stops_the_run_and_is_named(mixed):
+    break_two(mixed)
+    data = folder(mixed, held_out_fraction=0)
+    with pytest.raises(UserError, match=r"a/0\.jpg cannot be read .* --data\.on-error skip") as caught:
+        data.get(0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"a/1\.png"):
+        data.get(1)
+    batches = iter(DataLoader(Samples(data, 0), sampler=[(0, 0)], batch_size=1, num_workers=1))
+    with pytest.raises(SampleError) as caught:
+        next(batches)
+    batches._shutdown_workers()  # or the traceback keeps them until a slow garbage collection
+    assert re.fullmatch(r"image .*a/0\.jpg cannot be read .*skip", str(caught.value))
+
+
+def test_unreadable_image_is_skipped_and_counted(mixed, caplog):
+    break_two(mixed)
+    data = folder(mixed, held_out_fraction=0, on_error="skip")
+    with caplog.at_level(logging.WARNING):
+        sample = data.get(0)
+        data.get(0)
+    assert torch.equal(sample["pixels"], data.get(2)["pixels"])  # the next readable one
+    assert data.skipped == 2
+    assert len(caplog.records) == 2  # each is named once
+    counted = folder(mixed, held_out_fraction=0, on_error="skip")
+    loader = DataLoader(Samples(counted, 0), sampler=[(i, 0) for i in range(8)], batch_size=2, num_workers=2)
+    labels = torch.cat([b["label"] for b in loader])
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert counted.skipped == 2  # seen from the main process
+
+
+def test_all_images_unreadable(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_text("x")
+    data = folder(tmp_path, held_out_fraction=0, on_error="skip")
+    with pytest.raises(UserError, match="3 of 3 are damaged"):
+        data.get(1)
+
+
+def test_bad_roots(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"data\.root .*nowhere does not exist"):
+        folder(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is not a folder"):
+        folder(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty holds no image"):
+        folder(tmp_path / "empty")
+    (tmp_path / "beside" / "thumbs").mkdir(parents=True)
+    image(0).save(tmp_path / "beside" / "x.png")
+    with pytest.raises(UserError, match="the 1 beside its sub-folders"):
+        folder(tmp_path / "beside")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"empty cannot be read .Permission denied.; check its permissions"):
+        folder(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"image_size": 0}, "image_size 0"), ({"held_out_fraction": 1.5}, r"held_out_fraction 1\.5")]
+)
+def test_bad_options(tmp_path, options, text):
+    with pytest.raises(UserError, match=text):
+        folder(tmp_path, **options)
+
+
+def test_samples_depend_on_seed_epoch_and_index_alone(mixed):
+    data = folder(mixed, held_out_fraction=0, crop="random", hflip=True)
+    keys = [(i, e) for e in range(3) for i in range(8)]
+
+    def run(workers, seed=5, order=keys):
+        loader = DataLoader(Samples(data, seed), sampler=order, batch_size=3, num_workers=workers)
+        return dict(zip(order, torch.cat([b["pixels"] for b in loader]), strict=True))
+
+    alone, workers = run(0), run(2, order=keys[::-1])
+    assert all(torch.equal(alone[k], workers[k]) for k in keys)
+    assert any(not torch.equal(alone[(0, 0)], alone[(0, e)]) for e in (1, 2))
+    assert any(not torch.equal(alone[k], other) for k, other in run(0, seed=6).items())
+
+
+def test_held_out_is_never_augmented(mixed):
+    held = folder(mixed, "held_out", held_out_fraction=0.6, crop="random", hflip=True)
+    assert torch.equal(held.get(0)["pixels"], held.get(0, np.random.default_rng(3))["pixels"])
+
+
+def test_views(mixed):
+    data = folder(mixed, held_out_fraction=0, crop="random", hflip=True)
+    flip = data.views([2, 5], "flip")
+    assert flip["pixels"].shape == (2, 2, 1, 3, 16, 16)
+    assert torch.equal(flip["pixels"][:, 1], flip["pixels"][:, 0].flip(-1))
+    assert torch.equal(flip["pixels"][1, 0], data.get(5)["pixels"])
+    assert flip["label"].tolist() == [0, 1]
+    assert torch.equal(data.views([2, 5], "center")["pixels"], flip["pixels"][:, :1])
+    ten = data.views([2, 5], "ten_crop", [1.1, 1.5])
+    assert ten["pixels"].shape == (2, 20, 1, 3, 16, 16)
+    assert torch.equal(ten["pixels"][:, :10], data.views([2, 5], "ten_crop")["pixels"])

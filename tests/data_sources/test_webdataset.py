@@ -1,0 +1,180 @@
+"""`webdataset`: the tar index against the webdataset package, labels, patterns, refusals."""
+
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visgen.config import UserError, build, plugin_config
+from visgen.data import webdataset
+
+
+def picture(seed, fmt="PNG"):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (18, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, fmt)
+    return buffer.getvalue()
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def source(shards, split="train", **options):
+    options = {"image_size": 16, "held_out_fraction": 0, **options}
+    return build(plugin_config("visgen.data", "webdataset", shards=str(shards), **options), split)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards: nested and long keys, upper-case suffixes, other members, a meta file."""
+    long = "sub/" + "k" * 120
+    write_tar(
+        tmp_path / "t-00.tar",
+        [
+            ("__meta__/info.json", b"{}"),
+            ("a/000.PNG", picture(0)),
+            ("a/000.cls", b"1"),
+            ("a/001.json", json.dumps({"label": 4, "caption": "x"}).encode()),
+            ("a/001.jpg", picture(1, "JPEG")),
+            (f"{long}.cls", b" 0\n"),
+            (f"{long}.seg.png", picture(9)),
+            (f"{long}.webp", picture(2, "WEBP")),
+        ],
+    )
+    write_tar(tmp_path / "t-01.tar", [("b.jpg", picture(3, "JPEG")), ("b.cls", b"2")])
+    return tmp_path
+
+
+def test_index_agrees_with_the_webdataset_package(shards):
+    wds = pytest.importorskip("webdataset")
+    data = source(shards / "t-{00..01}.tar")
+    theirs = list(wds.WebDataset([str(shards / f"t-0{i}.tar") for i in range(2)], shardshuffle=False))
+    assert len(data) == len(theirs) == 4
+    for i, sample in enumerate(theirs):
+        key, _, suffix = os.fsdecode(data._keys[i].item()).rpartition(".")
+        assert key == sample["__key__"]
+        assert data._file(i).getvalue() == sample[suffix]
+    assert data.labels.tolist() == [1, 4, 0, 2]
+    assert data.classes == ["0", "1", "2", "3", "4"]
+
+
+def test_samples(shards):
+    data = source(shards / "*.tar")
+    sample = data.get(0)
+    assert (sample["pixels"].shape, sample["label"]) == ((1, 3, 16, 16), 1)
+    assert data.views([0, 3], "ten_crop")["pixels"].shape == (2, 10, 1, 3, 16, 16)
+    assert data._name(2).endswith("k.webp")
+
+
+def test_held_out_shards_or_share(shards):
+    train = source(shards / "t-00.tar", held_out_shards=str(shards / "t-01.tar"))
+    held = source(shards / "t-00.tar", "held_out", held_out_shards=str(shards / "t-01.tar"))
+    assert (len(train), len(held), held.labels.tolist()) == (3, 1, [2])
+    assert train.classes == held.classes
+    parts = [source(shards / "*.tar", split, held_out_fraction=0.5) for split in ("train", "held_out")]
+    keys = [set(part._keys.tolist()) for part in parts]
+    assert len(keys[0] | keys[1]) == len(keys[0]) + len(keys[1]) == 4
+
+
+def test_labels_by_name_and_none(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\n")
+    tar = write_tar(
+        tmp_path / "n.tar", [("0.png", picture(0)), ("0.cls", b"dog"), ("1.png", picture(1)), ("1.cls", b"0")]
+    )
+    data = source(tar, class_names=names)
+    assert (data.classes, data.labels.tolist()) == (["cat", "dog"], [1, 0])
+    with pytest.raises(UserError, match=r"sample '0' has label 'dog', .* data\.class_names"):
+        source(tar)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        source(tar, class_names=tmp_path / "nowhere")
+    names.write_text("cat\n")
+    with pytest.raises(UserError, match="'dog'"):
+        source(tar, class_names=names)
+    bare = write_tar(tmp_path / "bare.tar", [("0.png", picture(0))])
+    assert source(bare).labels.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ([("0.cls", b"1")], "sample '0' has no image, only cls"),
+        ([("0.png", b"x"), ("0.json", b"{")], "label of sample '0' cannot be read"),
+        ([("0.png", b"x"), ("0.json", b'{"label": [1]}')], r"is \[1\]; allowed"),
+        ([("0.png", b"x"), ("0.cls", b"-1")], "label -1; allowed: numbers from 0"),
+        ([("0.png", b"x"), ("0.cls", b"1"), ("1.png", b"x")], "sample '1' has label None"),
+        ([("0.png", b"x"), ("0.PNG", b"x")], "two members with one suffix"),
+        ([("readme", b"x")], "holds no image"),
+    ],
+)
+def test_bad_samples(tmp_path, members, text):
+    with pytest.raises(UserError, match=text):
+        source(write_tar(tmp_path / "x.tar", members))
+
+
+def test_bad_shards(shards, tmp_path):
+    for pattern in ("https://host/x-{0..9}.tar", "pipe:cat x.tar"):
+        with pytest.raises(UserError, match="is not a local path; download"):
+            source(pattern)
+    with pytest.raises(UserError, match=r"no file .*t-02\.tar"):
+        source(shards / "t-{00..02}.tar")
+    with pytest.raises(UserError, match="no file"):
+        source(shards / "u*.tar")
+    whole = (shards / "t-00.tar").read_bytes()
+    (shards / "cut.tar").write_bytes(whole[:3000])
+    with pytest.raises(UserError, match=r"cut\.tar is not a readable"):
+        source(shards / "cut.tar")
+    with tarfile.open(shards / "z.tar", "w:gz"):
+        pass
+    with pytest.raises(UserError, match="uncompressed"):
+        source(shards / "z.tar")
+
+
+def test_damaged_image_is_named(shards):
+    write_tar(shards / "d.tar", [("0.png", b"damaged"), ("1.png", picture(1))])
+    with pytest.raises(UserError, match=r"d\.tar:0\.png cannot be read"):
+        source(shards / "d.tar").get(0)
+    skipping = source(shards / "d.tar", on_error="skip")
+    assert torch.equal(skipping.get(0)["pixels"], skipping.get(1)["pixels"])
+    assert skipping.skipped == 1
+
+
+def test_index_beside_the_tar(shards, monkeypatch):
+    plain = source(shards / "*.tar")
+    assert not list(shards.glob("*.json"))
+    source(shards / "*.tar", index_cache=True)
+    assert len(list(shards.glob("*.tar.index.json"))) == 2
+    scans = []
+    scan = webdataset.scan_tar
+    monkeypatch.setattr(webdataset, "scan_tar", lambda path, label: scans.append(path) or scan(path, label))
+    cached = source(shards / "*.tar", index_cache=True)
+    assert not scans
+    assert np.array_equal(cached._where, plain._where)
+    assert torch.equal(cached.labels, plain.labels)
+    write_tar(shards / "t-01.tar", [("b.png", picture(5)), ("b.cls", b"3")])
+    assert source(shards / "*.tar", index_cache=True).labels.tolist() == [1, 4, 0, 3]
+    assert [p.name for p in scans] == ["t-01.tar"]  # the stale one only
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("a-{08..11}.tar", ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]),
+        ("{x,y}/{1..2}", ["x/1", "x/2", "y/1", "y/2"]),
+        ("plain", ["plain"]),
+    ],
+)
+def test_braces(pattern, expected):
+    braceexpand = pytest.importorskip("braceexpand").braceexpand  # comes with webdataset
+    assert webdataset._braces(pattern) == expected == list(braceexpand(pattern))

@@ -1,0 +1,210 @@
+"""Naive twins of visgen's fast paths, written from the papers and specs without importing visgen. Slow on purpose."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# ---------------------------------------------------------------------------------------------------- layers
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x [..., D]: float32 statistics, then the weight (LlamaGen 2.2)."""
+    wide = x.double()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+
+def swiglu_hidden(width: int, multiple_of: int) -> int:
+    """floor(2/3 * 4 D), rounded up (LlamaGen 2.1)."""
+    hidden = (8 * width) // 3
+    while hidden % multiple_of:
+        hidden += 1
+    return hidden
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = x @ w1.T
+    return ((gate / (1 + torch.exp(-gate))) * (x @ w3.T)) @ w2.T
+
+
+def rope_2d(vector: Sequence[float], row: int, column: int, base: float = 10000.0) -> list[float]:
+    """One head's vector of d numbers at grid cell (row, column), pair (2i, 2i+1) as one complex number (LlamaGen 2.4).
+
+    A negative cell is a prefix slot: the zero vector.
+    """
+    if row < 0:
+        return [0.0] * len(vector)
+    half = len(vector) // 2
+    per_axis = half // 2
+    out: list[float] = []
+    for i in range(half):
+        at = row if i < per_axis else column
+        angle = at * base ** (-2 * (i % per_axis) / half)
+        turned = complex(vector[2 * i], vector[2 * i + 1]) * cmath.exp(1j * angle)
+        out += [turned.real, turned.imag]
+    return out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q [B, H, W, d], k and v [B, Hkv, S, d], visible [B, W, S] bool -> [B, H, W, d]; one softmax at a time."""
+    rows, heads, window, width = q.shape
+    group = heads // k.shape[1]
+    out = torch.zeros_like(q)
+    for b in range(rows):
+        for h in range(heads):
+            for w in range(window):
+                keys = [s for s in range(k.shape[2]) if visible[b, w, s]]
+                scores = [float(q[b, h, w] @ k[b, h // group, s]) / math.sqrt(width) for s in keys]
+                weights = [math.exp(x - max(scores)) for x in scores]
+                for s, weight in zip(keys, weights, strict=True):
+                    out[b, h, w] += weight / sum(weights) * v[b, h // group, s]
+    return out
+
+
+# --------------------------------------------------------------------------------------------- the transformer
+
+
+def ar_logits(
+    state: Mapping[str, Tensor],
+    prefix: Tensor,  # [B, P, D]
+    tokens: Tensor,  # [B, n], n >= 0
+    grid: tuple[int, int],
+    heads: int,
+    kv_heads: int,
+    present: Tensor | None = None,  # [B, P] bool
+) -> Tensor:
+    """Logits [B, n + 1, V] of tokens 0..n by one full pass over LlamaGen's transformer; `state` has visgen's names."""
+    x = torch.cat([prefix, state["backbone.tok_embeddings.weight"][tokens]], dim=1)
+    rows, slots, width = x.shape
+    count, head = prefix.shape[1], width // heads
+    visible = torch.ones(slots, slots, dtype=torch.bool).tril().repeat(rows, 1, 1)
+    if present is not None:
+        visible[:, :, :count] &= present[:, None, :]
+        visible |= torch.eye(slots, dtype=torch.bool)
+    cells = [(-1, -1)] * count + [divmod(i, grid[1]) for i in range(slots - count)]
+    layer = 0
+    while f"backbone.layers.{layer}.attention.wo.weight" in state:
+        w = {k.split(f"layers.{layer}.")[1]: v for k, v in state.items() if f"layers.{layer}." in k}
+        normed = rms_norm(x, w["attention_norm.weight"])
+        packed = normed @ w["attention.wqkv.weight"].T
+        q, k, v = packed.split([width, kv_heads * head, kv_heads * head], dim=-1)
+        q, k, v = (t.reshape(rows, slots, -1, head).transpose(1, 2) for t in (q, k, v))
+        q, k = (_rotated(t, cells) for t in (q, k))
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(head)).masked_fill(~visible.unsqueeze(1), -math.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, slots, width)
+        x = x + mixed @ w["attention.wo.weight"].T
+        feed = (w[f"feed_forward.w{i}.weight"] for i in (1, 2, 3))
+        x = x + swiglu(rms_norm(x, w["ffn_norm.weight"]), *feed)
+        layer += 1
+    x = rms_norm(x, state["backbone.norm.weight"])[:, count - 1 :]
+    return x @ state["head.output.weight"].T
+
+
+def _rotated(x: Tensor, cells: list[tuple[int, int]]) -> Tensor:
+    """x [B, H, S, d], by the same angles as `rope_2d`, as complex tensors so that a whole model is affordable."""
+    width = x.shape[-1]
+    units = torch.tensor([rope_2d([1.0, 0.0] * (width // 2), *cell) for cell in cells])
+    turn = torch.view_as_complex(units.unflatten(-1, (-1, 2)))  # [S, d / 2]
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+
+
+# ----------------------------------------------------------------------------------------------------- decoding
+
+
+def guided(null: float, conditional: float, scale: float) -> float:
+    return null + scale * (conditional - null)
+
+
+def guidance_scale(
+    k: int, tokens: int, scale: float, interval: tuple[float, float] = (0, 1), schedule: str = "constant"
+) -> float:
+    """The scale at token k of `tokens`."""
+    at = k / (tokens - 1) if tokens > 1 else 0.0
+    if not interval[0] <= at <= interval[1]:
+        return 1.0
+    grown = {"constant": 1.0, "linear": at, "cosine": 0.5 - 0.5 * math.cos(math.pi * at)}[schedule]
+    return 1 + (scale - 1) * grown
+
+
+def warped(logits: Sequence[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
+    """Probabilities after temperature, top-k (ties kept) and top-p, by plain sorting (LlamaGen 3.2)."""
+    if temperature == 0:
+        best = max(range(len(logits)), key=lambda i: (logits[i], -i))
+        return [float(i == best) for i in range(len(logits))]
+    scaled = [x / max(temperature, 1e-5) for x in logits]
+    kept = set(range(len(scaled)))
+    if 0 < top_k < len(scaled):
+        least = sorted(scaled, reverse=True)[top_k - 1]
+        kept = {i for i in kept if scaled[i] >= least}
+    if top_p < 1:
+        mass, survivors = softmax(scaled, kept), set()
+        total = 0.0
+        for i in sorted(kept, key=lambda i: (-scaled[i], i)):
+            if total >= top_p:
+                break
+            survivors.add(i)
+            total += mass[i]
+        kept = survivors
+    return softmax(scaled, kept)
+
+
+def softmax(logits: Sequence[float], kept: set[int] | None = None) -> list[float]:
+    kept = set(range(len(logits))) if kept is None else kept
+    top = max(logits[i] for i in kept)
+    mass = [math.exp(x - top) if i in kept else 0.0 for i, x in enumerate(logits)]
+    return [m / sum(mass) for m in mass]
+
+
+def ar_sample(
+    law: Callable[[list[int]], list[float]],  # tokens so far -> probabilities of the next
+    count: int,
+    gumbel: Callable[[int, int], float],  # (position, token) -> noise
+    known: Mapping[int, int] | None = None,
+) -> list[int]:
+    """Autoregression without a cache; token k is the argmax of log p + Gumbel."""
+    tokens: list[int] = []
+    for k in range(count):
+        if known and k in known:
+            tokens.append(known[k])
+            continue
+        scores = [math.log(p) + gumbel(k, i) if p > 0 else -math.inf for i, p in enumerate(law(tokens))]
+        tokens.append(scores.index(max(scores)))
+    return tokens
+
+
+# -------------------------------------------------------------------------------------------------------- noise
+
+_M = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(x: int) -> int:
+    """SplitMix64's finaliser on unsigned 64-bit integers (Steele, Lea, Flood 2014)."""
+    x &= _M
+    x = ((x ^ (x >> 30)) * _MIX_1) & _M
+    x = ((x ^ (x >> 27)) * _MIX_2) & _M
+    return x ^ (x >> 31)
+
+
+def bits(seed: int, index: int, lane: int, stream: int, iteration: int = 0) -> int:
+    """Signed 64-bit noise of lane 0, 1, ... at (seed, index, stream, iteration)."""
+    key = mix(seed + _GOLDEN)
+    key = mix(key + index * _GOLDEN)
+    key = mix(key ^ (((stream + 1) * _MIX_1) & _M))
+    key = mix(key + iteration * _MIX_2)
+    out = mix(key + (lane + 1) * _GOLDEN)
+    return out - (1 << 64) if out >> 63 else out
+
+
+def uniform(seed: int, index: int, lane: int, stream: int, iteration: int = 0) -> float:
+    high = (bits(seed, index, lane, stream, iteration) & _M) >> 24
+    return min((high + 0.5) / 2**40, 1 - 2**-24)
+
+
+def gumbel(seed: int, index: int, lane: int, stream: int, iteration: int = 0) -> float:
+    return -math.log(-math.log1p(-uniform(seed, index, lane, stream, iteration)))

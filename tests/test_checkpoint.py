@@ -1,0 +1,204 @@
+"""Weight files and run directories: what is written loads again, what does not fit is refused in one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from visgen import checkpoint, config
+from visgen.config import UserError
+from visgen.model import Model, ModelConfig
+
+
+def make_tokenizer(seed=0, **values):
+    torch.manual_seed(seed)
+    quantizer = config.plugin_config("visgen.quantizers", "fsq", levels=(3, 5))
+    tiny = {"image_size": 8, "width": 8, "multipliers": (1, 1), "res_blocks": 1, "z_channels": 8, "norm_groups": 4}
+    return config.build(config.plugin_config("visgen.tokenizers", "conv_vq", quantizer=quantizer, **tiny, **values))
+
+
+def make_model():
+    torch.manual_seed(1)
+    backbone = config.plugin_config("visgen.backbones", "ar", width=16, layers=1, heads=2)
+    return Model(ModelConfig(grid=(1, 4, 4), vocab=15, backbone=backbone))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A tokenizer run with two steps, and a model run that keeps the tokenizer beside it."""
+    tokenizer, model = make_tokenizer(), make_model()
+    for step in (1, 2):
+        write(tmp_path / "tok" / checkpoint.step_name(step), make_tokenizer(seed=2 - step))
+        write(tmp_path / "ar" / checkpoint.step_name(step), model)
+    checkpoint.save_module(tmp_path / "ar" / "tokenizer.safetensors", tokenizer, tokenizer.config)
+    return tmp_path
+
+
+def write(step, module):
+    step.mkdir(parents=True)
+    checkpoint.save_module(step / "model.safetensors", module, module.config, extra_metadata={"step": 3})
+    (step / "meta.json").write_text("{}")
+
+
+def equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def refused(call, *words):
+    with pytest.raises(UserError) as found:
+        call()
+    text = str(found.value)
+    assert all(w in text for w in words) and "\n" not in text, text
+
+
+def test_round_trip_of_a_tokenizer(runs):
+    tokenizer = make_tokenizer()
+    pixels = torch.rand(2, 1, 3, 8, 8) * 2 - 1
+    for path in (runs / "tok", runs / "tok" / "step_0000002", runs / "tok" / "step_0000002" / "model.safetensors"):
+        loaded = checkpoint.load_tokenizer(path)
+        assert equal(loaded, tokenizer) and not loaded.training and loaded.config == tokenizer.config
+        assert torch.equal(loaded.encode(pixels), tokenizer.eval().encode(pixels))
+    assert not equal(checkpoint.load_tokenizer(checkpoint.find_step(runs / "tok", 1)), tokenizer)
+    assert checkpoint.read_metadata(runs / "tok/step_0000001/model.safetensors")["step"] == "3"
+
+
+def test_round_trip_of_a_model(runs):
+    model = make_model()
+    for path in (runs / "ar", str(runs / "ar" / "step_0000001")):
+        loaded = checkpoint.load_model(path)
+        assert equal(loaded, model) and loaded.config == model.config and not loaded.training
+
+
+def test_a_model_run_knows_its_tokenizer(runs):
+    for path in (runs / "ar", runs / "ar" / "step_0000002", runs / "ar" / "tokenizer.safetensors"):
+        assert equal(checkpoint.load_tokenizer(path), make_tokenizer())
+
+
+def test_parameters_are_cast_and_buffers_are_not(tmp_path):
+    norm = torch.nn.BatchNorm1d(3)
+    cfg = config.plugin_config("visgen.quantizers", "fsq")
+    checkpoint.save_module(tmp_path / "a.safetensors", norm, cfg, torch.bfloat16)
+    saved = load_file(tmp_path / "a.safetensors")
+    assert saved["weight"].dtype == torch.bfloat16 and saved["running_var"].dtype == torch.float32
+    assert norm.weight.dtype == torch.float32 and [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+    tokenizer = make_tokenizer()
+    checkpoint.save_module(tmp_path / "t.safetensors", tokenizer, tokenizer.config, torch.bfloat16)
+    assert {p.dtype for p in checkpoint.load_tokenizer(tmp_path / "t.safetensors").parameters()} == {torch.float32}
+
+
+def test_tied_parameters(tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    checkpoint.save_module(tmp_path / "a.safetensors", model, config.plugin_config("visgen.quantizers", "fsq"))
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["b.weight"], model["a"].weight)
+
+
+def test_equal_contents_are_equal_files(tmp_path):
+    tokenizer, files = make_tokenizer(), []
+    extra = {"é": "ü\n", **{f"key{i}": i for i in range(9)}}
+    for i in range(3):
+        checkpoint.save_module(tmp_path / f"{i}.safetensors", tokenizer, tokenizer.config, extra_metadata=extra)
+        files.append((tmp_path / f"{i}.safetensors").read_bytes())
+    assert files[0] == files[1] == files[2]
+    assert checkpoint.read_metadata(tmp_path / "0.safetensors")["é"] == "ü\n"
+
+
+def test_hash_is_of_weights_and_config():
+    one, other = make_tokenizer(), make_tokenizer(seed=1)
+    assert (
+        checkpoint.tokenizer_hash(one)
+        == checkpoint.tokenizer_hash(make_tokenizer())
+        != (checkpoint.tokenizer_hash(other))
+    )
+    with torch.no_grad():
+        next(one.parameters()).view(-1)[0] += 1e-3
+    assert checkpoint.tokenizer_hash(one) != checkpoint.tokenizer_hash(make_tokenizer())
+    assert checkpoint.tokenizer_hash(make_tokenizer(dropout=0.1)) != checkpoint.tokenizer_hash(make_tokenizer())
+
+
+def test_wrong_kind_and_wrong_values(runs):
+    refused(lambda: checkpoint.load_model(runs / "tok"), "holds a tokenizer (conv_vq), a model is needed")
+    refused(
+        lambda: checkpoint.load_tokenizer(runs / "ar" / "step_0000001" / "model.safetensors"),
+        "holds a model (ar), a tokenizer is needed; pass the run directory of a tokenizer",
+    )
+    refused(lambda: checkpoint.load_tokenizer(runs / "tok", image_size=(16, 16)), "image_size is (8, 8), (16, 16) is")
+    refused(lambda: checkpoint.load_tokenizer(runs / "tok", vocab=64), "vocab is 15, 64 is needed")
+    assert checkpoint.load_tokenizer(runs / "tok", image_size=[8, 8], vocab=15).vocab == 15
+
+
+def test_missing_directories_and_steps(runs, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(lambda: checkpoint.load_tokenizer(tmp_path / "none"), "none does not exist", "run directory")
+    refused(lambda: checkpoint.load_model(tmp_path / "none.safetensors"), "none.safetensors does not exist")
+    refused(lambda: checkpoint.find_step(tmp_path / "empty"), "holds no complete checkpoint")
+    refused(lambda: checkpoint.find_step(runs / "tok", 7), "holds no step 7; it holds 1, 2")
+    assert checkpoint.find_step(runs / "tok").name == "step_0000002"
+    assert checkpoint.find_step(runs / "tok" / "step_0000001").name == "step_0000001"
+
+
+def test_half_written_steps_do_not_count(runs):
+    (runs / "tok" / "step_0000009").mkdir()
+    (runs / "tok" / ".step_0000010.tmp").mkdir()
+    (runs / "tok" / "step_x").mkdir()
+    assert checkpoint.find_step(runs / "tok").name == "step_0000002"
+    checkpoint.clean(runs / "tok")
+    assert not (runs / "tok" / ".step_0000010.tmp").exists()
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -50])
+def test_truncated_files(runs, size):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    refused(lambda: checkpoint.load_model(runs / "ar"), "is truncated or not a safetensors file", "earlier step")
+
+
+def test_weights_that_do_not_fit_are_listed(runs):
+    path = runs / "tok" / "step_0000002" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["extra"] = torch.zeros(1)
+    tensors["to_code.weight"] = tensors["to_code.weight"][:1].clone()
+    del tensors["to_code.bias"]
+    save_file(tensors, path, metadata)
+    refused(
+        lambda: checkpoint.load_tokenizer(runs / "tok"),
+        *(
+            "1 missing (to_code.bias)",
+            "1 unexpected (extra)",
+            "1 of another shape (to_code.weight [1, 8, 1, 1] for",
+        ),
+    )
+
+
+def test_foreign_files_and_foreign_configs(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(1)}, path, {"format": "pt"})
+    refused(lambda: checkpoint.load_module(path), "was not written by visgen", "visgen.convert")
+
+    def described(**values):
+        save_file({"a": torch.zeros(1)}, path, {"format": checkpoint.FORMAT, "config": json.dumps(values)})
+
+    described(package="os", kind="path")
+    refused(lambda: checkpoint.load_module(path), "package 'os' is not part of visgen")
+    described(package="visgen.tokenizers", kind="conv_qv")
+    refused(lambda: checkpoint.load_module(path), "unknown kind 'conv_qv', did you mean 'conv_vq'?")
+    described(package="visgen.tokenizers", kind="conv_vq", sides=3)
+    refused(lambda: checkpoint.load_module(path), str(path), "unknown key 'sides'")
+
+
+def test_publish_and_keep_last(runs):
+    run = runs / "tok"
+    new = checkpoint.unfinished(run / checkpoint.step_name(3))
+    new.mkdir()
+    (new / "meta.json").write_text("{}")
+    assert len(checkpoint.find_steps(run)) == 2
+    checkpoint.publish(run / checkpoint.step_name(3))
+    checkpoint.keep_last(run, 2)
+    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
+    checkpoint.keep_last(run, 0)
+    assert len(list(run.iterdir())) == 2

@@ -1,0 +1,293 @@
+"""`visgen.load(...).sample(...)`: labels, seeds, batches, known pixels, and what loading refuses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import visgen
+from visgen import checkpoint
+from visgen.config import UserError, dump, load, plugin_config
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.generate import EngineConfig, Generator, SamplingConfig, stream
+from visgen.metrics.images import to_uint8
+from visgen.samplers.ar import AR, Config
+
+N, SIDE, SIZE = 64, 8, 16
+
+
+@pytest.fixture(scope="module")
+def generator(checkpoint_dir: Path) -> Generator:
+    return visgen.load(str(checkpoint_dir), device="cpu", batch=3)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------ labels
+
+
+@pytest.mark.parametrize("name", [2, "2", "coat", "COAT", np.int64(2), np.uint8(2), torch.tensor(2)])
+def test_labels_by_number_and_name(generator: Generator, name: Any) -> None:
+    assert generator.label(name) == 2 and type(generator.label(name)) is int
+
+
+@pytest.mark.parametrize("name", [3, "3", -1, "-1", np.int64(9)])
+def test_labels_out_of_range(generator: Generator, name: Any) -> None:
+    assert (
+        refused(lambda: generator.label(name)) == f"label {name} is out of range: the checkpoint knows classes 0 to 2"
+    )
+
+
+@pytest.mark.parametrize("name", ["boot", "", "--1", "²", "1.0"])
+def test_unknown_names_list_the_known_ones(generator: Generator, name: str) -> None:
+    message = refused(lambda: generator.label(name))
+    assert message == f"label '{name}' is unknown; the checkpoint knows Ankle boot, bag, Coat"
+
+
+def test_a_checkpoint_without_names_says_so(make_model: Callable[..., Any], generator: Generator) -> None:
+    nameless = Generator(make_model(grid=(1, 8, 8)), generator.tokenizer, EngineConfig(device="cpu"))
+    assert "ids 0 to 2 (no names recorded)" in refused(lambda: nameless.label("bag"))
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_images_are_the_decoded_tokens_of_the_engine(generator: Generator) -> None:
+    images = generator.sample(["bag", 0], [7, 8], Guidance(2.0), Warp(0.9))
+    engine = Engine(generator.model, Guidance(2.0), Warp(0.9))
+    engine.begin({"label": torch.tensor([1, 0])})
+    tokens = engine.run(AR(Config()), Noise(torch.tensor([7, 8]))).tokens
+    assert torch.equal(images.tokens, tokens)
+    with torch.no_grad():
+        assert torch.equal(images.pixels, to_uint8(generator.tokenizer.decode(tokens)[:, 0]))
+    assert images.pixels.dtype == torch.uint8 and images.pixels.shape == (2, 3, SIZE, SIZE)
+    assert (images.labels, images.seeds, images.nfe) == ([1, 0], [7, 8], N) and images.seconds > 0
+    assert [p.size for p in images.pil()] == [(SIZE, SIZE)] * 2
+    assert np.array_equal(np.array(images.pil()[1]).transpose(2, 0, 1), images.pixels[1].numpy())
+
+
+def test_an_image_depends_on_its_label_and_seed_alone(generator: Generator, checkpoint_dir: Path) -> None:
+    labels, seeds = [0, 1, 2, 0, 1, 2, 0], [5, 5, 6, 7, 8, 9, 5]
+    images = generator.sample(labels, seeds)
+    assert torch.equal(images.tokens[0], images.tokens[6]) and not torch.equal(images.tokens[0], images.tokens[1])
+    assert images.nfe == 3 * N, "batches of 3, 3 and 1"
+    whole = visgen.load(str(checkpoint_dir), device="cpu", batch=16).sample(labels, seeds)
+    assert torch.equal(whole.tokens, images.tokens) and torch.equal(whole.pixels, images.pixels)
+    assert torch.equal(generator.sample([1], [8]).tokens[0], images.tokens[4])
+
+
+def test_defaults_are_plain_sampling_and_seeds_from_zero(generator: Generator) -> None:
+    explicit = generator.sample([0, 1], [0, 1], Guidance(), Warp(), plugin_config("visgen.samplers", "ar"))
+    assert torch.equal(generator.sample([0, 1]).tokens, explicit.tokens)
+    assert torch.equal(
+        generator.sample([0, 1], guidance=3.0).tokens, generator.sample([0, 1], None, Guidance(3.0)).tokens
+    )
+    assert not torch.equal(generator.sample([0, 1], guidance=3.0).tokens, explicit.tokens)
+
+
+def test_progress_counts_over_all_batches(generator: Generator) -> None:
+    seen: list[tuple[int, int]] = []
+    generator.sample([0] * 4, on_step=lambda done, total: seen.append((done, total)))
+    assert seen == [(k + 1, 2 * N) for k in range(2 * N)]
+
+
+def test_streaming_gives_the_same_images_in_batches(generator: Generator) -> None:
+    plan = [(i % 3, 20 + i) for i in range(5)]
+    settings = SamplingConfig(guidance=Guidance(1.5), engine=EngineConfig(batch=2))
+    parts = list(stream(generator, plan, settings))
+    assert [len(p.labels) for p in parts] == [2, 2, 1]
+    whole = generator.sample([p[0] for p in plan], [p[1] for p in plan], 1.5)
+    assert torch.equal(torch.cat([p.pixels for p in parts]), whole.pixels)
+
+
+@pytest.mark.parametrize(("labels", "seeds"), [([], None), ([0, 1], [3]), ([0], [1, 2])])
+def test_labels_and_seeds_must_agree(generator: Generator, labels: list[int], seeds: list[int] | None) -> None:
+    message = refused(lambda: generator.sample(labels, seeds))
+    assert f"{len(labels)} labels and {len(seeds or [])} seeds" in message
+
+
+def test_guidance_needs_a_null_class(make_model: Callable[..., Any], generator: Generator) -> None:
+    model = make_model(grid=(1, 8, 8), condition={"dropout": 0.0})
+    nullless = Generator(model, generator.tokenizer, EngineConfig(device="cpu"))
+    assert "guidance.scale must be 1" in refused(lambda: nullless.sample([0], guidance=2.0))
+    assert nullless.sample([0]).pixels.shape == (1, 3, SIZE, SIZE)
+
+
+def test_half_precision_is_the_transformers_alone(checkpoint_dir: Path) -> None:
+    half = visgen.load(str(checkpoint_dir), device="cpu", precision="bf16")
+    assert half.dtype == torch.bfloat16 and next(half.tokenizer.parameters()).dtype == torch.float32
+    assert half.sample([0, 1], guidance=2.0).tokens.unique().numel() > 3
+    assert EngineConfig(device="cpu").resolve() == (torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"device": "gpu"}, "engine.device 'gpu' is no torch device"),
+        ({"batch": 0}, "engine.batch 0 must be at least 1"),
+    ],
+)
+def test_impossible_engines(checkpoint_dir: Path, options: dict[str, Any], named: str) -> None:
+    assert named in refused(lambda: visgen.load(str(checkpoint_dir), **options))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_missing_gpu_is_said(checkpoint_dir: Path) -> None:
+    assert "no CUDA GPU; use --engine.device cpu" in refused(lambda: visgen.load(str(checkpoint_dir), device="cuda"))
+
+
+# ------------------------------------------------------------------------------------------------------ known pixels
+
+
+def picture(rows: int = 1) -> Tensor:
+    return torch.rand(rows, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def test_known_cells_keep_their_tokens_and_only_whole_cells_count(generator: Generator) -> None:
+    mask = torch.zeros(1, SIZE, SIZE, dtype=torch.bool)
+    mask[:, :5] = True  # cells are 2 px: rows 0 and 1 whole, row 2 by half
+    mask[:, 10, 3] = True
+    kept = torch.zeros(SIDE, SIDE, dtype=torch.bool)
+    kept[:2] = True
+    with torch.no_grad():
+        expected = generator.tokenizer.encode(picture().unsqueeze(1))[0]
+    images = generator.sample([0, 1, 2, 0], known=(picture(), mask))
+    free = generator.sample([0, 1, 2, 0])
+    for row in range(4):
+        assert torch.equal(images.tokens[row][kept.flatten()], expected[kept.flatten()])
+        assert not torch.equal(images.tokens[row], free.tokens[row])
+    assert not torch.equal(images.tokens[:, 16:24], expected[16:24].expand(4, -1))
+
+
+def test_everything_known_is_the_reconstruction(generator: Generator) -> None:
+    pixels, mask = picture(4), torch.ones(4, SIZE, SIZE, dtype=torch.bool)
+    images = generator.sample([0, 1, 2, 0], known=(pixels, mask))
+    with torch.no_grad():
+        tokens = generator.tokenizer.encode(pixels.unsqueeze(1))
+    assert torch.equal(images.tokens, tokens), "row by row, across batches of 3 and 1"
+
+
+def test_one_mask_may_serve_many_pictures(generator: Generator) -> None:
+    mask = torch.ones(1, SIZE, SIZE, dtype=torch.bool)
+    with torch.no_grad():
+        tokens = generator.tokenizer.encode(picture(2).unsqueeze(1))
+    assert torch.equal(generator.sample([0, 1], known=(picture(2), mask)).tokens, tokens)
+
+
+def test_known_pixels_that_do_not_fit(generator: Generator) -> None:
+    mask = torch.ones(1, SIZE, SIZE, dtype=torch.bool)
+    large = torch.zeros(1, 3, 32, 32)
+    assert "(32, 32)" in refused(lambda: generator.sample([0], known=(large, mask))) and "16x16" in refused(
+        lambda: generator.sample([0], known=(large, mask))
+    )
+    message = refused(lambda: generator.sample([0] * 4, known=(picture(3), mask)))
+    assert message == "3 known images and 1 masks for 4 images; give 1 or 4"
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def test_the_newest_step_or_a_chosen_one(generator: Generator, checkpoint_dir: Path) -> None:
+    assert generator.meta["step"] == 10 and generator.classes == ["Ankle boot", "bag", "Coat"]
+    assert generator.meta["params"] == sum(p.numel() for p in generator.model.parameters())
+    by_number = visgen.load(str(checkpoint_dir), step=5, device="cpu")
+    by_folder = visgen.load(checkpoint_dir / "step_0000005", device="cpu")  # type: ignore[arg-type]
+    assert by_number.meta["step"] == by_folder.meta["step"] == 5
+    five, ten = by_folder.sample([0]).tokens, generator.sample([0]).tokens
+    assert torch.equal(by_number.sample([0]).tokens, five) and not torch.equal(five, ten)
+
+
+def test_a_step_with_its_tokenizer_is_enough_after_a_move(checkpoint_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint_dir / "step_0000010", tmp_path / "moved")
+    shutil.copy(checkpoint_dir / checkpoint.TOKENIZER, tmp_path / "moved")
+    moved = visgen.load(str(tmp_path / "moved"), device="cpu")
+    assert torch.equal(moved.sample([1]).pixels, visgen.load(str(checkpoint_dir), device="cpu").sample([1]).pixels)
+
+
+@pytest.fixture
+def copy(checkpoint_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint_dir, tmp_path / "run"))
+
+
+def test_a_missing_tokenizer(copy: Path) -> None:
+    (copy / checkpoint.TOKENIZER).unlink()
+    message = refused(lambda: visgen.load(str(copy)))
+    assert "tokenizer.safetensors is missing" in message and str(copy) in message
+
+
+@pytest.mark.parametrize("keep", [0, 5, 2000])
+def test_truncated_weights(copy: Path, keep: int) -> None:
+    weights = copy / "step_0000010" / checkpoint.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert str(weights) in refused(lambda: visgen.load(str(copy)))
+
+
+def test_a_tokenizer_of_another_resolution(copy: Path, make_model: Callable[..., Any]) -> None:
+    model = make_model(grid=(1, 4, 4), vocab=16)
+    checkpoint.save_module(copy / "step_0000010" / checkpoint.WEIGHTS, model, model.config)
+    message = refused(lambda: visgen.load(str(copy)))
+    assert "its grid is (1, 8, 8), the model's is (1, 4, 4)" in message and checkpoint.TOKENIZER in message
+
+
+def test_the_wrong_way_round(copy: Path) -> None:
+    shutil.copy(copy / checkpoint.TOKENIZER, copy / "step_0000010" / checkpoint.WEIGHTS)
+    assert "a tokenizer" in refused(lambda: visgen.load(str(copy)))
+
+
+def test_no_such_step_lists_those_there(checkpoint_dir: Path) -> None:
+    assert "holds no step 7; it holds 5, 10" in refused(lambda: visgen.load(str(checkpoint_dir), step=7))
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    assert str(tmp_path) in refused(lambda: visgen.load(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/no/such/directory", "./runs/x", "a/b/c", "~/x", "owner/"])
+def test_names_that_can_be_no_hub_id(name: str) -> None:
+    assert refused(lambda: visgen.load(name)).startswith(f"checkpoint '{name}' is neither a directory nor a Hub id")
+
+
+@pytest.mark.parametrize("error", [OSError("gone\nreally"), ConnectionError(), None], ids=["os", "silent", "offline"])
+def test_a_hub_that_does_not_answer(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    if error is not None:
+
+        def fail(name: str) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    message = refused(lambda: visgen.load("nobody/nothing"))
+    assert message.startswith("checkpoint 'nobody/nothing' is no local directory, and the Hub did not give it: ")
+    assert message.rpartition(": ")[2].strip()
+
+
+def test_a_path_that_is_no_valid_hub_id() -> None:
+    assert "is no local directory" in refused(lambda: visgen.load("runs/my run"))
+
+
+def test_a_hub_directory_is_loaded_like_a_local_one(checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(checkpoint_dir / name.split("/")[1]))
+    assert visgen.load("somebody/step_0000005", device="cpu").meta["step"] == 5
+
+
+def test_settings_survive_yaml() -> None:
+    settings = SamplingConfig(guidance=Guidance(2.0, (0.1, 0.9), "cosine"), warp=Warp(0.5, 3, 0.4))
+    assert load(SamplingConfig, values=dump(settings)) == settings

@@ -1,0 +1,319 @@
+"""The loop: exact resume, accumulation, checkpoints that survive, and one-line errors."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from toy import metrics, train
+
+from visgen import checkpoint
+from visgen.config import UserError, build, plugin_config
+from visgen.data import Samples
+from visgen.train import loop as loops
+from visgen.train import main as program
+from visgen.train.order import Order
+
+NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
+
+
+class Killed(BaseException):
+    pass
+
+
+def state_of(step_dir):
+    """Every file of a step that a resumed run must reproduce, loaded."""
+    out = {"ema": load_file(step_dir / "model.safetensors")}
+    for path in sorted((step_dir / "state").iterdir()):
+        if path.suffix == ".safetensors":
+            out[path.name] = load_file(path)
+        elif not path.name.startswith("random_states"):
+            out[path.name] = torch.load(path, weights_only=False)
+    return out
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def kill_at(monkeypatch, step):
+    real = loops.train_step
+
+    def dying(state, batches, at):
+        if at == step:
+            raise Killed
+        real(state, batches, at)
+
+    monkeypatch.setattr(loops, "train_step", dying)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of both nets with dropout and noise."""
+    from toy import plugins
+
+    with plugins():
+        return train(tmp_path_factory.mktemp("whole") / "run", *NOISY)
+
+
+@pytest.mark.parametrize("killed_at", [3, 5])
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(whole, tmp_path, monkeypatch, killed_at):
+    with monkeypatch.context() as patch:
+        kill_at(patch, killed_at)
+        with pytest.raises(Killed):
+            train(tmp_path / "run", *NOISY)
+    assert len(metrics(tmp_path / "run")) == killed_at  # the lines after the checkpoint are written again
+    torch.manual_seed(99)
+    run = train(tmp_path / "run", *NOISY)
+    assert metrics(run) == metrics(whole) and len(metrics(run)) == 6
+    for step in (4, 6):
+        expected, found = (state_of(r / checkpoint.step_name(step)) for r in (whole, run))
+        assert expected.keys() == found.keys() and len(expected) == 7  # EMA, 2 nets, 2 optimisers, EMA, objective
+        assert same(expected, found)
+
+
+def test_the_noise_matters_and_the_seed_rules(whole, tmp_path):
+    other = train(tmp_path / "a", *NOISY, "--loop.seed", "1", "--loop.steps", "2")
+    assert metrics(other)[0]["model/loss"] != metrics(whole)[0]["model/loss"]
+    quiet = train(tmp_path / "b", "--loop.steps", "2")
+    assert metrics(quiet)[1]["model/loss"] != metrics(whole)[1]["model/loss"]
+
+
+def test_previews_do_not_change_the_training(whole, tmp_path):
+    run = train(tmp_path / "run", *NOISY, "--loop.preview-every", "1")
+    assert len(list((run / "previews").iterdir())) == 6
+    assert metrics(run) == metrics(whole)
+
+
+def test_the_loop_equals_plain_torch(tmp_path):
+    """The slow twin: one process, no accelerate, every turn written out."""
+    run = train(tmp_path / "run", "--optim.warmup", "2", "--optim.schedule", "cosine", "--loop.clip", "0.1")
+    loops.seed_process(0, loops.BUILD)
+    data = build(plugin_config("visgen.data", "toy"), "train")
+    objective = build(plugin_config("visgen.objectives", "toy"))
+    net, critic, average = objective.nets["model"], objective.nets["critic"], None
+    optimizers = {}
+    for name, module in objective.nets.items():
+        parameters = list(module.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizers[name] = torch.optim.AdamW(groups, betas=(0.5, 0.9) if name == "critic" else (0.9, 0.95))
+    for step in range(6):
+        samples = [Samples(data, 0)[key] for key in Order(40, 8, 0).step(step)]
+        real = torch.stack([torch.from_numpy(s["pixels"]) for s in samples]).flatten(1).float() / 127.5 - 1
+        factor = (step + 1) / 2 if step < 2 else (1 + math.cos(math.pi * (step - 2) / 4)) / 2
+        fake = None
+        for name in ["model", "critic"] if step >= 2 else ["model"]:
+            optimizer = optimizers[name]
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-4 * factor * (0.5 if name == "critic" else 1)
+            if name == "model":
+                loss, logs = net(real, 0.0, critic.model if step >= 2 else None)
+                fake = logs["made"]
+            else:
+                loss, _ = critic(real, fake)
+            grads = torch.autograd.grad(loss, [*objective.nets[name].parameters()])
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for p, g in zip(objective.nets[name].parameters(), grads, strict=True):
+                p.grad = g * min(1.0, 0.1 / (norm + 1e-6))
+            optimizer.step()
+        now = [p.detach().clone() for p in net.model.parameters()]
+        decay = min(0.9999, (1 + step) / (10 + step))
+        average = now if step == 0 else [decay * a + (1 - decay) * n for a, n in zip(average, now, strict=True)]
+    for file, module in (("model", net), ("model_1", critic)):
+        saved = load_file(run / "step_0000006" / "state" / f"{file}.safetensors")
+        assert all(torch.allclose(saved[n], p, atol=1e-7) for n, p in module.named_parameters())
+    saved = load_file(run / "step_0000006" / "model.safetensors")
+    for (name, _), mean in zip(net.model.named_parameters(), average, strict=True):
+        assert torch.allclose(saved[name], mean, atol=1e-7)
+
+
+def test_the_critic_moves_only_in_its_turns(whole):
+    critics = [load_file(p / "state" / "model_1.safetensors") for p in checkpoint.find_steps(whole)]
+    assert not same(critics[1], critics[2]) and "critic/loss" not in metrics(whole)[1]
+    assert {"critic/loss", "critic/moving", "critic/grad_norm"} <= metrics(whole)[2].keys()
+    assert metrics(whole)[2]["critic/lr"] == pytest.approx(0.5e-4)
+
+
+def test_accumulation_changes_nothing_but_memory(tmp_path):
+    one = train(tmp_path / "one")
+    two = train(tmp_path / "two", "--loop.accumulation", "2")
+    for a, b in zip(metrics(one, "critic/moving"), metrics(two, "critic/moving"), strict=True):
+        assert a == pytest.approx(b, abs=1e-6)
+    a, b = (load_file(r / "step_0000006" / "model.safetensors") for r in (one, two))
+    assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a if n != "calls")
+
+
+def test_run_directory(whole, tmp_path):
+    assert {p.name for p in whole.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "previews"),
+        *(f"step_000000{i}" for i in (2, 4, 6)),
+    }
+    assert {p.name for p in (whole / "step_0000006").iterdir()} == {"model.safetensors", "meta.json", "state"}
+    meta = json.loads((whole / "step_0000006" / "meta.json").read_text())
+    assert (meta["step"], meta["samples"], meta["objective"]) == (6, 48, "toy")
+    described = checkpoint.read_metadata(whole / "step_0000006" / "model.safetensors")
+    assert json.loads(described["config"])["kind"] == "toy" and json.loads(described["classes"]) == ["a", "b"]
+    with Image.open(whole / "previews" / "step_0000006.png") as image:
+        assert image.size == (4 * 6 + 2, 4 * 6 + 2)
+    assert metrics(whole)[-1]["epoch"] == pytest.approx(48 / 40)
+    config = program.configs.load(program.TrainConfig, [str(whole / "config.yaml")])
+    assert config.loop.out == str(whole) and config.objective.dropout == 0.3
+    assert yaml.safe_load((whole / "config.yaml").read_text()) == program.configs.dump(config)
+
+
+def test_average_and_its_precision(tmp_path):
+    run = train(tmp_path / "run", "--ema.decay", "0", "--ema.save-dtype", "bf16")
+    saved = load_file(run / "step_0000006" / "model.safetensors")
+    raw = load_file(run / "step_0000006" / "state" / "model.safetensors")
+    assert saved["encode.weight"].dtype == torch.bfloat16 and saved["calls"].item() == 6
+    assert torch.equal(saved["encode.weight"], raw["model.encode.weight"].bfloat16())
+
+
+def test_a_kill_before_the_rename_leaves_the_old_checkpoint(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        real = checkpoint.publish
+
+        def dying(final):
+            if final.name == "step_0000004":
+                raise Killed
+            real(final)
+
+        patch.setattr(checkpoint, "publish", dying)
+        with pytest.raises(Killed):
+            train(tmp_path / "run", *NOISY)
+    run = tmp_path / "run"
+    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002"]
+    assert (run / ".step_0000004.tmp" / "model.safetensors").exists()
+    train(run, *NOISY)
+    assert not list(run.glob(".step_*"))
+    assert same(state_of(whole / "step_0000006"), state_of(run / "step_0000006"))
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    run = train(tmp_path / "run", "--loop.save-every", "1", "--loop.keep-last", "2")
+    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000005", "step_0000006"]
+
+
+@pytest.mark.parametrize("log_every", ["1", "5"])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, log_every):
+    with pytest.raises(UserError) as found:
+        train(tmp_path / "run", "--objective.poison", "4", "--loop.log-every", log_every)
+    assert str(found.value).startswith("model: the loss is not finite at step 5; the last checkpoint is ")
+    assert "step_0000004" in str(found.value)
+    assert [p.name for p in checkpoint.find_steps(tmp_path / "run")] == ["step_0000002", "step_0000004"]
+
+
+def test_bf16_on_the_cpu_and_silence_about_the_run(tmp_path, capsys):
+    run = train(tmp_path / "run", "--loop.precision", "bf16", "--loop.steps", "3", "--data.no-held-out")
+    assert math.isfinite(metrics(run)[-1]["model/loss"])
+    said = capsys.readouterr()
+    assert said.out == ""
+    for words in ("what trains", "adamw lr 5e-05", "toy, 40 samples, 2 classes", "0.60 epochs", "training samples"):
+        assert words in said.err
+
+
+def test_starting_from_another_run(whole, tmp_path):
+    run = train(tmp_path / "run", *NOISY, "--loop.steps", "8", "--loop.resume", str(whole))
+    assert [line["step"] for line in metrics(run)] == [7, 8]
+
+
+def test_a_finished_run_stays_as_it_is(whole, capsys):
+    before = metrics(whole)
+    train(whole, *NOISY)
+    assert metrics(whole) == before and "all 6 steps are done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--optim.lr", "1"), "another config: optim.lr (0.0001 there, 1.0 now)"),
+        (("--objective.noise", "0.2"), "objective.noise (0.1 there, 0.2 now)"),
+        (("--loop.resume", "never"), "holds checkpoints already"),
+        (("--loop.batch", "7", "--loop.accumulation", "2", "--loop.resume", "auto"), "loop.batch"),
+    ],
+)
+def test_another_config_in_the_same_directory(whole, flags, words):
+    with pytest.raises(UserError) as found:
+        train(whole, *NOISY, *flags)
+    assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_what_does_not_matter_may_change(whole):
+    train(whole, *NOISY, "--loop.workers", "1", "--loop.save-every", "3", "--log.project", "other")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--loop.batch", "50"), "the data has 40 samples, fewer than loop.batch (50)"),
+        (("--loop.accumulation", "3"), "multiple of processes x loop.accumulation = 1 x 3"),
+        (("--loop.save-every", "0"), "loop.save_every is 0; it must be at least 1"),
+        (("--optim.warmup", "6"), "optim.warmup is 6"),
+        (("--loop.resume", "nowhere"), "checkpoint nowhere does not exist"),
+        (("--data.bad", "3"), "image 3.png cannot be read"),
+    ],
+)
+def test_errors_before_long_work(tmp_path, flags, words):
+    with pytest.raises(UserError) as found:
+        train(tmp_path / "run", *flags)
+    assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); choose another loop.out"):
+        train(tmp_path / "file" / "run")
+
+
+def test_a_damaged_state(whole, tmp_path):
+    step = shutil.copytree(whole / "step_0000006", tmp_path / "step_0000006")
+    weights = step / "state" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match="does not fit this config or is damaged"):
+        train(tmp_path / "run", *NOISY, "--loop.steps", "8", "--loop.resume", str(step))
+
+
+def test_dry_run_prints_one_line_of_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    program.main(["--objective.kind", "toy", "--data.kind", "toy", "--dry-run"])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and json.loads(said) == {"model": 48 * 8 + 8 + 8 * 48 + 48, "critic": 48 * 8 + 8 + 9}
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_run_is_named_after_the_yaml(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("objective: toy\ndata: toy\n")
+    config = program.configs.load(program.TrainConfig, [str(tmp_path / "mine.yaml")])
+    assert program.with_run(config, [str(tmp_path / "mine.yaml"), "--x", "y"]).loop.out == "runs/mine"
+    assert program.with_run(config, ["--x", "y"]).loop.out == "runs/toy"
+
+
+def test_errors_are_one_line_and_exit_2(capsys):
+    with pytest.raises(SystemExit) as found:
+        program.main(["--loop.stepz", "3"])
+    assert found.value.code == 2
+    assert capsys.readouterr().err.startswith("error: unknown option '--loop.stepz', did you mean")
+
+
+def test_a_frozen_tokenizer_is_kept_beside_the_run(tmp_path):
+    quantizer = plugin_config("visgen.quantizers", "fsq")
+    values = {"image_size": 8, "width": 8, "multipliers": (1, 1), "res_blocks": 1, "z_channels": 8, "norm_groups": 4}
+    tokenizer = build(plugin_config("visgen.tokenizers", "conv_vq", quantizer=quantizer, **values))
+    objective = build(plugin_config("visgen.objectives", "toy"))
+    objective.frozen["tokenizer"] = tokenizer
+    loops._keep_tokenizer(objective, tmp_path)
+    kept = checkpoint.load_tokenizer(tmp_path)
+    assert checkpoint.tokenizer_hash(kept) == checkpoint.tokenizer_hash(tokenizer)

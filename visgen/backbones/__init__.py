@@ -1,0 +1,53 @@
+"""Backbones: tokens of a window -> hidden states. The same forward trains and decodes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from visgen.conditions import Prefix
+from visgen.layout import Layout
+from visgen.nn.cache import KVCache
+
+
+class Backbone(nn.Module, ABC):
+    """Built as `Backbone(config, layout, vocab)`; `layout` includes the condition's prefix slots.
+
+    Attributes:
+        width: D of the hidden states.
+        layout: slots and who sees whom.
+    """
+
+    width: int
+    layout: Layout
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Tensor,
+        pos: Tensor | None,
+        *,
+        cond: Prefix,
+        level: Tensor | None = None,
+        control: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Hidden states of a window.
+
+        Args:
+            tokens: [B, W] ids of the window's slots (those of prefix slots are ignored).
+            pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
+            cond: condition slots [B, P, D].
+            level: noise level of continuous tokens.
+            control: spatial control, per injected layer.
+            cache: keys and values of earlier slots; the window's own are written into it.
+
+        Returns:
+            h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
+        """
+
+    @abstractmethod
+    def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+        """An empty cache for `rows` sequences."""

@@ -1,0 +1,295 @@
+"""Run directories and weight files.
+
+A run directory holds `config.yaml`, `step_0000100/{model.safetensors, state/, meta.json}` and, where its model needs
+one, `tokenizer.safetensors`. A weight file is safetensors whose metadata say how to build the module again:
+`{"format": "visgen/1", "config": JSON of {"package": ..., "kind": ..., fields}}`. Nothing is unpickled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from visgen import config as configs
+from visgen.config import UserError
+from visgen.model import Model, ModelConfig
+from visgen.tokenizers import Tokenizer
+
+FORMAT = "visgen/1"
+WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
+MODEL = "visgen.model"
+
+# ------------------------------------------------------------------------------------------------ weight files
+
+
+def save_module(
+    path: Path | str,
+    module: nn.Module,
+    config: Any,
+    dtype: torch.dtype | None = None,
+    extra_metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes `module`'s state and `config` to one safetensors file, first under a temporary name.
+
+    Args:
+        config: the `Config` of a plugin file, or a `ModelConfig`.
+        dtype: of the floating-point parameters, None leaves them; buffers keep theirs.
+        extra_metadata: more entries of the file's metadata, as text.
+    """
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    tensors = {}
+    for name, tensor in module.state_dict().items():
+        cast = dtype if name in parameters and tensor.is_floating_point() else None
+        tensors[name] = tensor.detach().to("cpu", cast, copy=True).contiguous()
+    metadata = {"format": FORMAT, "config": json.dumps(describe(config), sort_keys=True)}
+    metadata |= {k: str(v) for k, v in (extra_metadata or {}).items()}
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file(tensors, temporary, metadata)
+    _sort_metadata(temporary)
+    temporary.chmod(0o644)  # safetensors makes it private
+    os.replace(temporary, path)
+
+
+def load_module(path: Path | str, package: str | None = None, expect: Mapping[str, Any] | None = None) -> nn.Module:
+    """The module in a weight file, in eval mode on the CPU; parameters are float32 whatever the file's precision.
+
+    Args:
+        package: what it must be, `visgen.tokenizers` or `visgen.model`; None takes anything.
+        expect: attributes it must have, e.g. `{"image_size": (256, 256), "vocab": 1024}`.
+
+    Raises:
+        UserError: a missing or truncated file, another kind, other values, or weights that do not fit the config.
+    """
+    path = Path(path)
+    tensors, metadata = _read(path)
+    config = _described(metadata, path)
+    if package is not None and config["package"] != package:
+        raise UserError(
+            f"{path} holds {_name(config['package'])} ({_label(config)}), {_name(package)} is needed; "
+            f"pass the run directory of {_name(package)}"
+        )
+    module = _build(config, path)
+    for name, value in (expect or {}).items():
+        found = getattr(module, name, None)
+        if _plain(found) != _plain(value):
+            raise UserError(f"{path}: its {name} is {_plain(found)}, {_plain(value)} is needed; pass one that has it")
+    _audit(path, module, tensors)
+    module.load_state_dict(tensors)
+    return module.eval()
+
+
+def read_metadata(path: Path | str) -> dict[str, str]:
+    """The metadata of a weight file, its weights unread."""
+    return _open(Path(path)).metadata() or {}
+
+
+def load_tokenizer(path: Path | str, **expect: Any) -> Tokenizer:
+    """The tokenizer in a weight file, of a run (its newest step, or the one kept beside a model) or of one step.
+
+    Raises:
+        UserError: see `load_module`; `expect` are attributes it must have, as `image_size=(256, 256)`.
+    """
+    path = Path(path)
+    beside = [path / TOKENIZER, path.parent / TOKENIZER] if _is_step(path) else [path / TOKENIZER]
+    kept = next((p for p in beside if path.is_dir() and p.is_file()), None)
+    return load_module(kept or _weights(path), "visgen.tokenizers", expect)  # type: ignore[return-value]
+
+
+def load_model(path: Path | str, **expect: Any) -> Model:
+    """The generative model in a weight file, of a run (its newest step) or of one step. Raises as `load_module`."""
+    return load_module(_weights(Path(path)), MODEL, expect)  # type: ignore[return-value]
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """sha256 of the config and of every tensor (name, shape, bytes; floats as float32): equal hash, equal tokens."""
+    digest = hashlib.sha256(json.dumps(describe(tokenizer.config), sort_keys=True).encode())
+    for name, tensor in sorted(tokenizer.state_dict().items()):
+        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.float() if tensor.is_floating_point() else tensor
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """A config as plain values from which `load_module` builds the module again."""
+    if isinstance(config, ModelConfig):
+        return {"package": MODEL, **configs.dump(config)}
+    package = type(config).__module__.rpartition(".")[0]
+    return {"package": package, "kind": configs.kind_of(config), **configs.dump(config)}
+
+
+def _build(config: dict[str, Any], path: Path) -> nn.Module:
+    values = {k: v for k, v in config.items() if k not in ("package", "kind")}
+    package = config["package"]
+    try:
+        if package == MODEL:
+            return Model(configs.load(ModelConfig, values=values))
+        if not re.fullmatch(r"visgen(\.\w+)+", package):
+            raise UserError(f"package '{package}' is not part of visgen")
+        kind = type(configs.plugin_config(package, config["kind"]))
+        return configs.build(configs.load(kind, values=values))
+    except (UserError, ImportError) as error:
+        raise UserError(f"{path}: its config cannot be used here: {error}") from None
+
+
+def _sort_metadata(path: Path) -> None:
+    """safetensors writes the metadata in an order of chance; sorted, equal contents are equal files."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "a JSON header changed its length by sorting"
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"checkpoint {path} does not exist; pass a run directory, one of its steps or a .safetensors")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is truncated or not a safetensors file ({error}); copy it again or use an earlier step"
+        ) from None
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with _open(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def _described(metadata: dict[str, str], path: Path) -> dict[str, Any]:
+    if metadata.get("format") != FORMAT:
+        raise UserError(
+            f"{path} was not written by visgen (its format is {metadata.get('format')!r}, not {FORMAT!r}); "
+            "convert it with `python -m visgen.convert`"
+        )
+    return json.loads(metadata["config"])
+
+
+def _audit(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Raises `UserError` that lists missing, unexpected and misshapen tensors."""
+    wanted = module.state_dict()
+    shapes = [
+        f"{n} {list(tensors[n].shape)} for {list(wanted[n].shape)}"
+        for n in wanted
+        if n in tensors and tensors[n].shape != wanted[n].shape
+    ]
+    found = {
+        "missing": [n for n in wanted if n not in tensors],
+        "unexpected": [n for n in tensors if n not in wanted],
+        "of another shape": shapes,
+    }
+    faults = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in found.items()
+        if names
+    ]
+    if faults:
+        raise UserError(
+            f"{path}: its tensors do not fit its config: {'; '.join(faults)}; it was edited, or written by "
+            "another version of the code"
+        )
+
+
+def _name(package: str) -> str:
+    noun = "model" if package == MODEL else package.rpartition(".")[2].removesuffix("s")
+    return f"a{'n' if noun[0] in 'aeiou' else ''} {noun}"
+
+
+def _label(config: dict[str, Any]) -> str:
+    return config.get("kind") or config.get("backbone", {}).get("kind", "?")
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+# --------------------------------------------------------------------------------------------- run directories
+
+
+def step_name(step: int) -> str:
+    """Directory of the state after `step` steps."""
+    return f"step_{step:07d}"
+
+
+def find_steps(run: Path | str) -> list[Path]:
+    """Complete step directories of a run, oldest first."""
+    found = [p for p in Path(run).glob("step_*") if re.fullmatch(r"step_\d+", p.name) and (p / META).is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def find_step(path: Path | str, step: int | None = None) -> Path:
+    """The directory of step `step` (None: the newest) of a run; a directory that holds weights is its own answer.
+
+    Raises:
+        UserError: no such directory, none complete inside, or not this step.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path} does not exist; pass a run directory or one of its steps")
+    if step is None and (path / WEIGHTS).is_file():
+        return path
+    steps = find_steps(path)
+    if not steps:
+        raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
+    if step is None:
+        return steps[-1]
+    if path / step_name(step) not in steps:
+        there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in steps)
+        raise UserError(f"{path} holds no step {step}; it holds {there}")
+    return path / step_name(step)
+
+
+def unfinished(final: Path) -> Path:
+    """Where a directory is written before `publish` gives it its name."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def publish(final: Path) -> None:
+    """Names a complete directory in one rename: a kill leaves none under the final name, or a whole one."""
+    if final.exists():
+        _remove(final)
+    os.replace(unfinished(final), final)
+
+
+def keep_last(run: Path, keep: int) -> None:
+    """Removes all but the newest `keep` steps of a run; 0 keeps all."""
+    for path in find_steps(run)[:-keep] if keep else []:
+        _remove(path)
+
+
+def clean(run: Path) -> None:
+    """Removes what a killed process left under temporary names."""
+    for path in Path(run).glob(".step_*"):
+        shutil.rmtree(path)
+
+
+def _remove(path: Path) -> None:
+    """Takes the name away first, so that no half-removed directory bears it."""
+    hidden = path.with_name(f".{path.name}.old")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def _is_step(path: Path) -> bool:
+    return re.fullmatch(r"step_\d+", path.name) is not None
+
+
+def _weights(path: Path) -> Path:
+    return path if path.is_file() or path.suffix == ".safetensors" else find_step(path) / WEIGHTS

@@ -1,0 +1,383 @@
+"""Configuration: frozen dataclasses filled by YAML and the command line through one parser (tyro).
+
+A YAML file is flattened into flags that stand ahead of the user's flags, so both meet the same parser, the same
+checks and the same `--help`. A *plugin* field (`sampler: Any = plugin("visgen.samplers", "ar")`) is filled by the
+`Config` of the file that its `kind` names: `kind: sjd` means `visgen/samplers/sjd.py`. There is no registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """An error whose message names the value at fault and the remedy. Programs print it in one line and exit 2."""
+
+
+def plugin(package: str, kind: str | None) -> Any:
+    """A dataclass field that holds the `Config` of one file of `package`; `kind=None` leaves it empty by default."""
+    return dataclasses.field(
+        default_factory=(lambda: None) if kind is None else (lambda: plugin_config(package, kind)),
+        metadata={"plugin": package, "kind": kind},
+    )
+
+
+def kinds(package: str) -> list[str]:
+    """Names of the implementations in a plugin package: its files, read from disk."""
+    found = importlib.import_module(package)
+    return sorted(m.name for m in pkgutil.iter_modules(found.__path__) if not m.name.startswith("_"))
+
+
+def kind_of(config: Any) -> str:
+    """The `kind` of a plugin's config: the name of the file that defines it."""
+    return type(config).__module__.rpartition(".")[2]
+
+
+def _plugin_module(package: str, kind: str, where: str = "kind") -> types.ModuleType:
+    allowed = kinds(package)
+    if kind not in allowed:
+        raise UserError(f"{where}: unknown kind '{kind}'{_suggest(kind, allowed)}; allowed: {', '.join(allowed)}")
+    return importlib.import_module(f"{package}.{kind}")
+
+
+def plugin_config(package: str, kind: str, **values: Any) -> Any:
+    """The `Config` of `package/kind.py` with the given fields."""
+    return _plugin_module(package, kind).Config(**values)
+
+
+def build(config: Any, *objects: Any, **named: Any) -> Any:
+    """Constructs the one class of a plugin file that implements its package's contract: `cls(config, *objects)`."""
+    module = sys.modules[type(config).__module__]
+    package = importlib.import_module(module.__name__.rpartition(".")[0])
+    contracts = tuple(v for v in vars(package).values() if inspect.isabstract(v) and v.__module__ == package.__name__)
+    found = [
+        v
+        for v in vars(module).values()
+        if isinstance(v, type) and v.__module__ == module.__name__ and issubclass(v, contracts)
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__name__} must define exactly one implementation of its contract, found {found}")
+    return found[0](config, *objects, **named)
+
+
+# ---------------------------------------------------------------------------------------------- load and dump
+
+
+def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None = None, prog: str | None = None) -> T:
+    """Fills `cls` from leading YAML paths in `argv`, then `values`, then the flags of `argv` (later ones win).
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type, an unknown `kind` or an unreadable YAML file.
+    """
+    argv = list(argv)
+    layers: list[dict[str, Any]] = []
+    while argv and not argv[0].startswith("-"):
+        layers += _yaml_layers(Path(argv.pop(0)))
+    chosen, argv = _take_kinds(argv)
+    merged: dict[str, Any] = {}
+    for layer in (*layers, values or {}, *(_nest(key, {"kind": kind}) for key, kind in chosen.items())):
+        merged = _merge(_name_kinds(merged, _concretise(cls, merged, "")), layer)
+    concrete = _concretise(cls, merged, "")
+    leaves = dict(_leaves(concrete, ""))
+    flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves)
+    return _plain(_parse(concrete, flags, prog), cls)
+
+
+def dump(config: Any) -> Any:
+    """Nested plain values of a config, `kind` included: `load(type(config), values=dump(config)) == config`."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        out: dict[str, Any] = {}
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.metadata.get("plugin"):
+                out[field.name] = None if value is None else {"kind": kind_of(value), **dump(value)}
+            else:
+                out[field.name] = dump(value)
+        return out
+    if isinstance(config, tuple | list):
+        return [dump(v) for v in config]
+    if isinstance(config, Path):
+        return str(config)
+    return config
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping with its `base:` parents (paths relative to the file) merged beneath it."""
+    merged: dict[str, Any] = {}
+    for layer in _yaml_layers(Path(path)):
+        merged = _merge(merged, layer)
+    return merged
+
+
+def run_program(main: Callable[[], Any]) -> Any:
+    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2."""
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+# -------------------------------------------------------------------------------------------------- internals
+
+
+def _suggest(name: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, allowed, n=1)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error instead of a silent loss of the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+def _yaml_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The mappings of a YAML file and of its `base:` parents, the eldest first."""
+    if not path.is_file():
+        named = f" (base of {seen[-1]})" if seen else ""
+        raise UserError(f"config {path}{named} does not exist; pass the path of a YAML file, see configs/")
+    if path.resolve() in seen:
+        raise UserError(f"config {path}: its `base:` chain comes back to itself")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader) or {}
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
+        raise UserError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config {path} must hold `key: value` lines, found {type(values).__name__}")
+    base = values.pop("base", None)
+    if base is None:
+        return [values]
+    if not isinstance(base, str):
+        raise UserError(f"config {path}: `base:` must be the path of one YAML file, got {base!r}")
+    return [*_yaml_layers(path.parent / base, (*seen, path.resolve())), values]
+
+
+def _merge(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
+    """Deep merge, child wins; a child that changes a plugin's `kind` drops the parent's other keys of that plugin."""
+    out = dict(parent)
+    for key, value in child.items():
+        old = out.get(key)
+        if isinstance(old, dict) and isinstance(value, str):  # `sampler: sjd` is short for `sampler: {kind: sjd}`
+            value = {"kind": value}
+        if isinstance(value, dict) and isinstance(old, dict):
+            changed = "kind" in value and value["kind"] != old.get("kind", value["kind"])
+            out[key] = dict(value) if changed else _merge(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def _name_kinds(values: dict[str, Any], concrete: type) -> dict[str, Any]:
+    """Writes out the `kind` of every plugin in `values` that is left to its default or given by name alone."""
+    hints, out = get_type_hints(concrete), dict(values)
+    for field in dataclasses.fields(concrete):
+        hint, value = hints[field.name], values.get(field.name)
+        if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            out[field.name] = value = _name_kinds(value, hint)  # type: ignore[arg-type]
+        if field.metadata.get("plugin") and dataclasses.is_dataclass(hint) and isinstance(value, dict | str):
+            out[field.name] = {"kind": hint.kind, **(value if isinstance(value, dict) else {})}  # type: ignore[union-attr]
+    return out
+
+
+def _nest(dotted: str, value: Any) -> dict[str, Any]:
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
+
+
+def _take_kinds(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Splits `--a.b.kind X` off the flags: kinds decide which fields exist, so they are read first."""
+    chosen: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        match = re.fullmatch(r"--([\w.-]+)\.kind(?:=(.*))?", word)
+        if not match:
+            rest.append(word)
+            continue
+        key = match[1].replace("-", "_")
+        kind = match[2] if match[2] is not None else next(words, None)
+        if kind is None:
+            raise UserError(f"--{match[1]}.kind needs a value")
+        chosen[key] = kind
+    return chosen, rest
+
+
+def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
+    """A subclass of `cls` whose plugin fields have the type that their `kind` in `values` names."""
+    hints = get_type_hints(cls)
+    fields: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(cls):
+        given, where = values.get(field.name), f"{prefix}{field.name}"
+        package = field.metadata.get("plugin")
+        if package:
+            kind = given.get("kind", field.metadata["kind"]) if isinstance(given, dict) else given
+            if given is None and field.name not in values:
+                kind = field.metadata["kind"]
+            if kind is None or (kind in ("none", "None") and "none" not in kinds(package)):
+                fields.append((field.name, type(None), dataclasses.field(default=None, metadata=field.metadata)))
+                continue
+            if not isinstance(kind, str):
+                raise UserError(f"{where}.kind must be a name, got {kind!r}; allowed: {', '.join(kinds(package))}")
+            config = _plugin_module(package, kind, f"{where}.kind").Config
+            inner = _concretise(config, given if isinstance(given, dict) else {}, f"{where}.")
+            kind_type: Any = Literal[tuple(kinds(package))]
+            inner = _subclass(inner, [("kind", kind_type, dataclasses.field(default=kind))])
+            fields.append((field.name, inner, dataclasses.field(default_factory=inner, metadata=field.metadata)))
+        elif dataclasses.is_dataclass(hints[field.name]):
+            inner = _concretise(hints[field.name], given if isinstance(given, dict) else {}, f"{where}.")
+            if inner is not hints[field.name]:
+                fields.append((field.name, inner, dataclasses.field(default_factory=inner)))
+    return _subclass(cls, fields) if fields else cls
+
+
+def _subclass(cls: type, fields: list[tuple[str, Any, Any]]) -> type:
+    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
+    made.__module__, made.__doc__ = cls.__module__, cls.__doc__
+    return made
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _leaves(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{field.name}", kind
+
+
+def _flatten(values: dict[str, Any], cls: type, leaves: dict[str, Any], prefix: str) -> list[str]:
+    hints = get_type_hints(cls)
+    out: list[str] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        hint = hints.get(str(key))
+        if hint is None:
+            names = [*leaves, *(f"{prefix}{k}" for k in hints)]
+            raise UserError(f"unknown key '{name}'{_suggest(name, names)}; allowed here: {', '.join(hints)}")
+        if dataclasses.is_dataclass(hint):
+            if isinstance(value, dict):
+                out += _flatten(value, hint, leaves, f"{name}.")  # type: ignore[arg-type]
+            elif "kind" not in get_type_hints(hint):
+                raise UserError(
+                    f"'{name}' must be a mapping with keys {', '.join(get_type_hints(hint))}, got {value!r}"
+                )
+        elif hint is type(None):
+            if isinstance(value, dict) and set(value) - {"kind"}:
+                raise UserError(f"'{name}' is none, so it has no keys; set {name}.kind, got {value!r}")
+        elif isinstance(value, list | tuple):
+            if not _holds(hint, value):
+                raise UserError(f"'{name}' must be {_type_name(hint)}, got {list(value)!r}")
+            out += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            raise UserError(f"'{name}' must be {_type_name(hint)}, got {value!r}")
+        else:
+            out.append(f"--{name}={value}")  # one word, so that a text may begin with a dash
+    return out
+
+
+def _holds(hint: Any, value: Sequence[Any]) -> bool:
+    """May a field of type `hint` hold a list of this length? (The parser checks its items.)"""
+    if any(isinstance(item, dict | list | tuple) for item in value):
+        return False
+    kinds_of = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    tuples = [get_args(kind) for kind in kinds_of if get_origin(kind) in (tuple, list)]
+    return any(... in items or len(items) == len(value) for items in tuples)
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _check_flags(argv: list[str], leaves: dict[str, Any]) -> list[str]:
+    """Names unknown flags; turns bare `--flag` and `--no-flag` of boolean fields into explicit values."""
+    known = {name.replace("_", "-"): name for name in leaves}
+    out: list[str] = []
+    for i, word in enumerate(argv):
+        if not word.startswith("--") or word == "--help":
+            out.append(word)
+            continue
+        given, equals, value = word.partition("=")
+        name = given[2:].replace("_", "-")
+        parent, dot, last = name.rpartition(".")
+        positive = parent + dot + last.removeprefix("no-")
+        following = argv[i + 1] if i + 1 < len(argv) else "--"
+        if name in known:
+            bare = leaves[known[name]] is bool and not equals and following.startswith("--")
+            out.append(f"--{known[name]}=True" if bare else f"--{known[name]}{equals}{value}")
+        elif leaves.get(known.get(positive, "")) is not bool:
+            raise UserError(f"unknown option '{given}'{_suggest(name, list(known))}; see --help")
+        elif equals or not following.startswith("--"):
+            raise UserError(f"{given} takes no value, got '{value or following}'")
+        else:
+            out.append(f"--{known[positive]}=False")
+    return out
+
+
+def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
+    options: Any = {"args": flags, "prog": prog, "config": (tyro.conf.FlagConversionOff,)}
+    if "--help" in flags or "-h" in flags:
+        return tyro.cli(cls, **options)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
+            return tyro.cli(cls, **options)
+    except SystemExit:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", captured.getvalue())
+        text = re.sub(r"\u256d.*?\u256e|^ \S.*\n -{5,}", " ", text, flags=re.MULTILINE)  # tyro's headings
+        text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", text).split())
+        text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
+        hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
+        raise UserError((text or "the options could not be read; see --help") + hint) from None
+
+
+def _plain(config: Any, cls: type[T]) -> T:
+    """The parsed instance as an instance of the classes that the source files define."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            package = field.metadata.get("plugin")
+            target = (
+                importlib.import_module(type(value).__module__).Config
+                if package
+                else _dataclass_of(get_type_hints(cls)[field.name])
+            )
+            value = _plain(value, target)
+        out[field.name] = value
+    return cls(**out)
+
+
+def _dataclass_of(hint: Any) -> type:
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(a for a in get_args(hint) if dataclasses.is_dataclass(a))
+    return hint

@@ -1,0 +1,103 @@
+"""Data sources: one file each, all map-style.
+
+The loop draws `(index, epoch)` pairs, and the random generator of a sample is keyed by (seed, epoch, index). What a
+sample looks like therefore depends neither on the worker nor on the number of processes, and resuming is exact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visgen.config import UserError, kind_of
+
+Split = Literal["train", "held_out"]
+Views = Literal["center", "flip", "ten_crop"]  # which unaugmented views of an image are cached as codes
+
+
+class Batch(TypedDict, total=False):
+    """What a training step receives; B samples stacked."""
+
+    pixels: Tensor  # [B, T, 3, H, W] float in [-1, 1]; an image is T = 1
+    tokens: Tensor  # [B, N] int64 | [B, N, C] float (cached instead of pixels)
+    label: Tensor  # [B] int64
+    text: Tensor  # [B, S, Dt] float
+    map: Tensor  # [B, T, 3, H, W] control map
+    index: Tensor  # [B] int64, position of the sample in its source
+
+
+class Data(ABC):
+    """A source of samples. Implementations are built as `Data(config, split)` and define `Config`.
+
+    Attributes:
+        config, split: what it was built from.
+        classes: class names; a label is an index into this list.
+        image_size: (H, W) in pixels.
+        labels: [n] int64, of all samples, where the source knows them beforehand.
+        skipped: unreadable samples met so far, by this process and its workers.
+    """
+
+    config: Any
+    split: Split
+    classes: list[str]
+    image_size: tuple[int, int]
+    labels: Tensor
+    skipped: int = 0
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        """One sample: `pixels` uint8 [T, 3, H, W] or `tokens` int64 [N], and `label` int; augmented by `rng` only,
+        so without `rng` it is the plain sample that references and caches are made of."""
+
+    def get_many(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Plain samples, stacked: `pixels` [B, T, 3, H, W] or `tokens` [B, N], and `label` [B] int64. Sources held in
+        memory override it: it is the fast path of `encode` and of reference statistics."""
+        samples = [self.get(int(i)) for i in indices]
+        label = torch.tensor([s.pop("label") for s in samples], dtype=torch.int64)
+        return {**{k: torch.stack([s[k] for s in samples]) for k in samples[0]}, "label": label}
+
+    def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
+        """Plain views of samples: `pixels` uint8 [B, V, T, 3, H, W] and `label` [B].
+
+        `center`: V = 1. `flip`: the image and its mirror. `ten_crop`: for each r of `ranges`, ten crops of the image
+        whose shorter side is int(H r): corners TL TR BL BR, centre, then their mirrors (LlamaGen; see `_images`).
+        """
+        if kind == "ten_crop":
+            raise UserError(f"data '{kind_of(self.config)}' has no 'ten_crop' views; allowed: center, flip")
+        many = self.get_many(indices)
+        pixels = many["pixels"].unsqueeze(1)  # [B, 1, T, 3, H, W]
+        if kind == "flip":
+            pixels = torch.cat([pixels, pixels.flip(-1)], 1)
+        return {"pixels": pixels, "label": many["label"]}
+
+
+class Samples(torch.utils.data.Dataset):
+    """A `Data` as a torch dataset addressed by `(index, epoch)`."""
+
+    def __init__(self, data: Data, seed: int) -> None:
+        self.data, self.seed = data, seed
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        index, epoch = key
+        rng = np.random.default_rng((self.seed, epoch, index))
+        return {**self.data.get(index, rng), "index": index}
+
+
+def to_batch(samples: dict[str, Tensor], device: torch.device | str) -> Batch:
+    """Moves collated samples to `device`; uint8 pixels travel as bytes and become float in [-1, 1] there."""
+    moved: Any = {k: v.to(device, non_blocking=True) for k, v in samples.items()}
+    for name in ("pixels", "map"):
+        if name in moved and moved[name].dtype == torch.uint8:
+            moved[name] = moved[name].float() / 127.5 - 1
+    return moved

@@ -1,0 +1,102 @@
+"""Image files to uint8 pixels: decoding to RGB, the crops of ADM and LlamaGen, ten-crop views.
+
+Sources: ADM's centre crop (Dhariwal & Nichol 2021, arXiv:2105.05233, released code): BOX halvings while the shorter
+side is at least twice the target, then BICUBIC, then the crop. LlamaGen (Sun et al. 2024, arXiv:2406.06525) adds the
+random crop for tokenizers and the ten crops for cached codes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from visgen.config import UserError
+
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
+)
+
+# What Pillow raises for a file that it cannot read: missing, empty, truncated, damaged, or absurdly large.
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+
+
+def read_image(file: Path | BytesIO) -> Image.Image:
+    """Decodes an image to RGB; raises one of `UNREADABLE`."""
+    with Image.open(file) as image:
+        image.load()
+        return to_rgb(image)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow mode to RGB: EXIF orientation applied, alpha composited on white, 16 bits rounded to 8."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("its pixels are floats, whose range is not known; convert it to 8 bits")
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError("its grey values exceed 16 bits; convert it to 8 bits")
+        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))  # 65535 = 255 * 257
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def resize_adm(image: Image.Image, size: int) -> Image.Image:
+    """Resizes the shorter side to `size` as ADM does: BOX halvings, then one BICUBIC step."""
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """ADM's centre crop to `size` x `size`."""
+    image = resize_adm(image, size)
+    return _crop(image, (image.width - size) // 2, (image.height - size) // 2, size)
+
+
+def random_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
+    """LlamaGen's random crop: the shorter side drawn in [size, ceil(size / 0.8)], then a uniform position."""
+    image = resize_adm(image, int(rng.integers(size, math.ceil(size / 0.8), endpoint=True)))
+    left = int(rng.integers(0, image.width - size, endpoint=True))
+    top = int(rng.integers(0, image.height - size, endpoint=True))
+    return _crop(image, left, top, size)
+
+
+def ten_crop(image: Image.Image, size: int, crop_range: float) -> list[Image.Image]:
+    """LlamaGen's ten views: TL TR BL BR centre of the centre square of side int(size * crop_range), and of its mirror.
+
+    As in torchvision's TenCrop the second five are crops of the mirrored square, so number 5 is the mirror of TR.
+    """
+    if crop_range < 1:
+        raise UserError(f"crop range {crop_range} must be at least 1: the crop would be larger than the image")
+    square = center_crop(image, int(size * crop_range))
+    end = square.width - size
+    middle = round(end / 2)
+    corners = [(0, 0), (end, 0), (0, end), (end, end), (middle, middle)]
+    both = [square, ImageOps.mirror(square)]
+    return [_crop(side, left, top, size) for side in both for left, top in corners]
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """RGB image -> uint8 [1, 3, H, W]."""
+    return torch.from_numpy(np.array(image).transpose(2, 0, 1)[None].copy())
+
+
+def stack_pixels(images: Sequence[Image.Image]) -> Tensor:
+    """V RGB images of one size -> uint8 [V, 1, 3, H, W]."""
+    return torch.stack([to_pixels(image) for image in images])
+
+
+def _crop(image: Image.Image, left: int, top: int, size: int) -> Image.Image:
+    return image.crop((left, top, left + size, top + size))

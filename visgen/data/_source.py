@@ -1,0 +1,142 @@
+"""What `folder` and `webdataset` share: the image options, the held-out split by name, unreadable images."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from visgen.config import UserError
+from visgen.data import Data, Split, Views
+from visgen.data._images import UNREADABLE, center_crop, random_crop, read_image, stack_pixels, ten_crop, to_pixels
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 1000  # unreadable images in a row before `skip` gives up
+
+
+class SampleError(UserError):
+    """An error in one sample. It stays one line when a DataLoader worker raises it: torch raises it again in the main
+    process as `type(error)(whole traceback)`, of which only the last line is kept."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Options of every source of image files."""
+
+    image_size: int = 256
+    """Side of the square images in pixels."""
+    crop: Literal["center", "random"] = "center"
+    """center: ADM's; random: LlamaGen's, shorter side in [size, ceil(size / 0.8)], train split only."""
+    hflip: bool = False
+    """Mirror half of the training images."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """An unreadable image stops the run, or is named once, counted, and replaced by the next readable one."""
+    held_out_fraction: float = 0.05
+    """Share of the images held out by a hash of their names, where the source has no held-out part of its own."""
+
+
+class ImageData(Data):
+    """Image files by index. A subclass sets `classes`, calls `_index` and implements `_file` and `_name`."""
+
+    config: ImageConfig
+
+    def __init__(self, config: ImageConfig, split: Split) -> None:
+        if config.image_size < 1:
+            raise UserError(f"data.image_size {config.image_size} must be a positive number of pixels")
+        if not 0 <= config.held_out_fraction < 1:
+            raise UserError(f"data.held_out_fraction {config.held_out_fraction} must lie in [0, 1)")
+        self.config, self.split = config, split
+        self.image_size = (config.image_size, config.image_size)
+
+    def _index(self, labels: Sequence[int] | np.ndarray) -> None:
+        """Takes the labels of this split's samples, in order."""
+        self.labels = torch.as_tensor(labels, dtype=torch.int64)
+        self._unreadable = torch.zeros(len(self.labels), dtype=torch.uint8).share_memory_()  # seen by every worker
+
+    @abstractmethod
+    def _file(self, index: int) -> Path | BytesIO: ...
+
+    @abstractmethod
+    def _name(self, index: int) -> str: ...
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def skipped(self) -> int:  # type: ignore[override]
+        return int(self._unreadable.sum())
+
+    def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        image, label = self._read(index)
+        augment = rng if self.split == "train" else None
+        if augment is not None and self.config.crop == "random":
+            image = random_crop(image, self.config.image_size, augment)
+        else:
+            image = center_crop(image, self.config.image_size)
+        if augment is not None and self.config.hflip and augment.random() < 0.5:
+            image = ImageOps.mirror(image)
+        return {"pixels": to_pixels(image), "label": label}
+
+    def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
+        if kind != "ten_crop":
+            return super().views(indices, kind, ranges)
+        pixels, labels = [], []
+        for index in indices:
+            image, label = self._read(int(index))
+            pixels.append(stack_pixels([v for r in ranges for v in ten_crop(image, self.config.image_size, r)]))
+            labels.append(label)
+        return {"pixels": torch.stack(pixels), "label": torch.tensor(labels)}
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        """The image at `index`, or in its place the first readable one after it; with that image's label."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        for step in range(min(len(self), PATIENCE)):
+            i = (index + step) % len(self)
+            if self._unreadable[i]:
+                continue
+            try:
+                return read_image(self._file(i)), int(self.labels[i])
+            except UNREADABLE as error:
+                text = f"image {self._name(i)} cannot be read ({' '.join(str(error).split())})"
+                if self.config.on_error == "stop":
+                    raise SampleError(f"{text}; repair or delete it, or pass --data.on-error skip") from None
+                self._unreadable[i] = 1
+                log.warning("%s; skipped", text)
+        raise SampleError(f"no readable image after {self._name(index)}: {self.skipped} of {len(self)} are damaged")
+
+
+def held_out_by_name(name: bytes, fraction: float) -> bool:
+    """Whether the sample called `name` is held out: fixed by its name alone, so it stays when others are added."""
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def split_by_name(names: Sequence[bytes], fraction: float, split: Split, where: str) -> np.ndarray:
+    """Positions of the samples of `split`.
+
+    Raises:
+        UserError: the split would be empty.
+    """
+    held = np.array([held_out_by_name(name, fraction) for name in names], dtype=bool)
+    kept = np.flatnonzero(held if split == "held_out" else ~held)
+    if len(kept) == 0:
+        raise UserError(
+            f"{where}: data.held_out_fraction {fraction} leaves none of its {len(names)} images for the split "
+            f"'{split}'; change the fraction, add images, or make the folders train/ and held_out/"
+        )
+    return kept

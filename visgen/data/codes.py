@@ -1,0 +1,285 @@
+"""Cached tokens `[image, view, N]` of a discrete tokenizer, written by `python -m visgen.encode`.
+
+A cache is `<root>/<split>/`: `index.json`, and per shard `codes_00000.npy` (uint16, or uint32 above 65536 codes,
+mapped into memory) and `labels_00000.npy`. A training access draws one of the views (LlamaGen section 2.10 keeps two
+mirrors or ten crops), so crops and flips cost nothing. The index records the source, the views and the tokenizer's
+hash: a cache never meets a tokenizer that did not write it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visgen.config import UserError, build, dump, load, plugin
+from visgen.data import Data, Split, Views
+
+VERSION = 1
+CENTER = 4  # the centre crop's number among ten crops
+
+
+@dataclass(frozen=True)
+class Config:
+    root: Path = Path("data_cache/codes")
+    """Folder that `python -m visgen.encode --out` wrote; it holds train/ and perhaps held_out/."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data that a cache was made from."""
+
+    data: Any = plugin("visgen.data", "synthetic")
+
+
+@dataclass
+class Index:
+    """`index.json`. Every field but the last two is a setting that a resumed run must repeat."""
+
+    version: int
+    split: Split
+    source: dict[str, Any]  # `dump(Source(...))["data"]`
+    tokenizer: str  # hash of the tokenizer's weights and config
+    grid: list[int]
+    vocab: int
+    views: Views
+    ranges: list[float]  # of ten_crop
+    image_size: list[int]
+    classes: list[str]
+    images: int
+    shard_images: int
+    complete: bool = False
+    shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `write_shard`'s records, once complete
+
+    @property
+    def view_count(self) -> int:
+        return {"center": 1, "flip": 2, "ten_crop": 10 * len(self.ranges)}[self.views]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint16 if self.vocab <= 65536 else np.uint32)
+
+    @property
+    def shard_count(self) -> int:
+        return -(-self.images // self.shard_images)
+
+    def shard(self, number: int) -> range:
+        """The images of a shard."""
+        return range(number * self.shard_images, min((number + 1) * self.shard_images, self.images))
+
+    def shape(self, number: int) -> tuple[int, int, int]:
+        """[images, views, N] of a shard."""
+        return len(self.shard(number)), self.view_count, int(np.prod(self.grid))
+
+
+class Codes(Data):
+    """Samples are `tokens` int64 [N] and `label`. Training draws a view; plain samples have the central one.
+
+    Attributes:
+        index: everything that `index.json` says.
+        grid, vocab, tokenizer_hash: of the tokenizer that wrote it.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config, split: Split) -> None:
+        self.config, self.split = config, split
+        self.folder = Path(config.root).expanduser() / split
+        self.index = read_index(self.folder)
+        if not self.index.complete:
+            done = sum(shard_path(self.folder, i, "done").is_file() for i in range(self.index.shard_count))
+            raise UserError(
+                f"code cache {self.folder} is incomplete, {done} of {self.index.shard_count} shards; run "
+                f"`python -m visgen.encode --out {config.root} ...` again with the same options, it goes on from there"
+            )
+        self.classes, self.tokenizer_hash = self.index.classes, self.index.tokenizer
+        self.image_size = (self.index.image_size[0], self.index.image_size[1])
+        self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
+        self.vocab, self.view_count = self.index.vocab, self.index.view_count
+        self._maps = self._open()
+        numbers = range(self.index.shard_count)
+        labels = [read_array(shard_path(self.folder, i, "labels")) for i in numbers]
+        self.labels = torch.from_numpy(np.concatenate(labels))
+        if self.labels.shape != (self.index.images,):
+            raise UserError(f"code cache {self.folder} has {len(self.labels)} labels of {self.index.images}; {_REMEDY}")
+
+    def __len__(self) -> int:
+        return self.index.images
+
+    def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        view = CENTER if self.index.views == "ten_crop" else 0
+        if rng is not None and self.split == "train":
+            view = int(rng.integers(self.view_count))
+        return {"tokens": torch.from_numpy(self.tokens(index)[view].astype(np.int64)), "label": int(self.labels[index])}
+
+    def tokens(self, index: int) -> np.ndarray:
+        """All views of an image, [V, N] of the stored dtype, in the file's memory."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if not self._maps:
+            self._maps = self._open()
+        return self._maps[index // self.index.shard_images][index % self.index.shard_images]
+
+    def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
+        raise UserError("data 'codes' holds tokens, no pixels; encode its source instead")
+
+    def source(self) -> Data:
+        """The data that was encoded, built again from its stored config.
+
+        Raises:
+            UserError: its files are not where they were.
+        """
+        try:
+            return build(load(Source, values={"data": self.index.source}).data, self.split)
+        except UserError as error:
+            raise UserError(f"the source of code cache {self.folder} cannot be opened: {error}") from None
+
+    def check(self, tokenizer_hash: str) -> None:
+        """Refuses a tokenizer that did not write this cache.
+
+        Raises:
+            UserError: the hashes differ.
+        """
+        if tokenizer_hash != self.tokenizer_hash:
+            raise UserError(
+                f"code cache {self.folder} was written by tokenizer {self.tokenizer_hash[:12]}, not by "
+                f"{tokenizer_hash[:12]}; pass that tokenizer, or encode again into another folder"
+            )
+
+    def verify(self) -> None:
+        """Reads every shard and compares its checksum; minutes for a large cache.
+
+        Raises:
+            UserError: a shard's bytes changed.
+        """
+        for number, record in enumerate(self.index.shards):
+            for part in ("codes", "labels"):
+                path = shard_path(self.folder, number, part)
+                if hashlib.sha256(path.read_bytes()).hexdigest() != record[part]:
+                    raise UserError(f"{path} is not what was written (checksum); {_REMEDY}")
+
+    def _open(self) -> list[np.ndarray]:
+        return [open_shard(self.folder, self.index, number) for number in range(self.index.shard_count)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": []}  # a mapped file would be pickled as a copy of its bytes
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+_REMEDY = "delete it and run `python -m visgen.encode` again with the same options"
+
+
+def shard_path(folder: Path, number: int, part: str) -> Path:
+    """File of a shard; part is `codes`, `labels`, or `done`, the record written last while the cache is incomplete."""
+    return folder / (f"done_{number:05d}.json" if part == "done" else f"{part}_{number:05d}.npy")
+
+
+def make_index(source: Data, **settings: Any) -> Index:
+    """The index of a new cache of `source`."""
+    return Index(
+        version=VERSION,
+        split=source.split,
+        source=dump(Source(source.config))["data"],
+        image_size=list(source.image_size),
+        classes=list(source.classes),
+        images=len(source),
+        **settings,
+    )
+
+
+def read_index(folder: Path) -> Index:
+    """Reads `index.json`.
+
+    Raises:
+        UserError: missing, not JSON, or of another version.
+    """
+    path = folder / "index.json"
+    if not path.is_file():
+        raise UserError(
+            f"no code cache at {folder}; write one with `python -m visgen.encode --tokenizer T --out {folder.parent} "
+            f"--split {folder.name}`"
+        )
+    try:
+        values = json.loads(path.read_text())
+        if values.get("version") != VERSION:
+            raise UserError(f"{path} has version {values.get('version')}, this visgen reads {VERSION}; encode again")
+        return Index(**values)
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); {_REMEDY}") from None
+
+
+def write_index(folder: Path, index: Index) -> None:
+    _replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
+
+
+def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray) -> None:
+    """Writes codes [n, V, N] and labels [n], and last the record that marks the shard as done."""
+    record = {}
+    for part, array in (("codes", codes.astype(index.dtype)), ("labels", labels.astype(np.int64))):
+        buffer = io.BytesIO()
+        np.save(buffer, array)
+        record[part] = hashlib.sha256(buffer.getbuffer()).hexdigest()
+        _replace(shard_path(folder, number, part), buffer.getbuffer())
+    write_record(folder, number, record)
+
+
+def write_record(folder: Path, number: int, record: dict[str, Any]) -> None:
+    """Marks a shard as done."""
+    _replace(shard_path(folder, number, "done"), json.dumps(record).encode())
+
+
+def shard_record(folder: Path, index: Index, number: int) -> dict[str, Any] | None:
+    """Checksums of a shard that is whole, else None."""
+    done = shard_path(folder, number, "done")
+    try:
+        open_shard(folder, index, number)
+        whole = read_array(shard_path(folder, number, "labels")).shape == index.shape(number)[:1]
+        record = json.loads(done.read_text()) if done.is_file() else index.shards[number] if index.shards else None
+    except (UserError, json.JSONDecodeError):
+        return None
+    return record if whole else None
+
+
+def open_shard(folder: Path, index: Index, number: int) -> np.ndarray:
+    """Maps a shard's codes, [n, V, N].
+
+    Raises:
+        UserError: missing, truncated, or of another shape.
+    """
+    path = shard_path(folder, number, "codes")
+    codes = read_array(path, mapped=True)
+    if codes.shape != index.shape(number) or codes.dtype != index.dtype:
+        raise UserError(
+            f"{path} holds {codes.dtype} {codes.shape}, its index says {index.dtype} {index.shape(number)}; {_REMEDY}"
+        )
+    return codes
+
+
+def read_array(path: Path, mapped: bool = False) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {_REMEDY}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
+
+
+def _replace(path: Path, data: bytes | memoryview) -> None:
+    """Writes a file so that it is there whole or not at all, also after a power cut."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

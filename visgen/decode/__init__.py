@@ -1,0 +1,1 @@
+"""Decoding: the engine, guidance, filtering and noise that every sampler shares."""

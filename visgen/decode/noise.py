@@ -1,0 +1,82 @@
+"""Noise as an input: a counter-based generator keyed by (image seed, position, stream, iteration).
+
+Image i depends on seed i alone, never on its batch, its place in the batch or the number of processes. Integers are
+64-bit with wrap-around, so every device gives the same bits; the mixing function is the finaliser of SplitMix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Stream(IntEnum):
+    """Independent uses of noise at one position."""
+
+    TOKEN = 0  # the draw of a token; a Gumbel stream: the same at every iteration
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+    DENOISE = 4
+
+
+def _signed(constant: int) -> int:
+    """A constant modulo 2^64 as the int64 with the same bits."""
+    constant %= 1 << 64
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of int64 whose output bits look independent of its input."""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Noise:
+    """Noise for a batch of images.
+
+    Args:
+        seeds: [B] int64, one per image.
+    """
+
+    def __init__(self, seeds: Tensor) -> None:
+        self.seeds = seeds
+
+    def bits(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        """index [B, W] token positions (iteration: a number or [B, 1] or [B, W]) -> int64 [B, W, lanes]."""
+        key = mix(self.seeds + _GOLDEN).unsqueeze(1)
+        key = mix(key + index * _GOLDEN)
+        key = mix(key ^ _signed((int(stream) + 1) * _MIX_1))
+        key = mix(key + (_signed(iteration * _MIX_2) if isinstance(iteration, int) else iteration * _MIX_2))
+        lane = torch.arange(1, lanes + 1, device=index.device)
+        return mix(key.unsqueeze(-1) + lane * _GOLDEN)
+
+    def uniform(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        """float32 [B, W, lanes] in (0, 1): a multiple of 2^-40 plus a half, so small values keep their precision."""
+        bits = _shift(self.bits(index, lanes, stream, iteration), 24)
+        return ((bits.float() + 0.5) * 2.0**-40).clamp(max=1 - 2.0**-24)
+
+    def gumbel(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        """Standard Gumbel, float32 [B, W, lanes]: -log E, where E = -log(1 - U) is exponential."""
+        return -torch.log(-torch.log1p(-self.uniform(index, lanes, stream, iteration)))
+
+    def normal(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        """Standard normal, float32 [B, W, lanes], by the Box-Muller transform."""
+        u = self.uniform(index, 2 * lanes, stream, iteration)
+        radius = torch.sqrt(-2 * torch.log(u[..., :lanes]))
+        return radius * torch.cos(2 * math.pi * u[..., lanes:])

@@ -1,0 +1,362 @@
+"""Pixels -> cached codes.
+
+    python -m visgen.encode --tokenizer DIR --out DIR --data.kind fashion_mnist --views flip --split train
+
+Encodes the unaugmented views of every image once, in float32 without TF32, so that `next_token` training reads tokens
+(`--data.kind codes --data.root DIR`). It can be killed at any time: shards are written whole, and the same command goes
+on after the last one. Under `accelerate launch` the processes share the shards out. The finished cache is decoded back
+in places and refused if it does not look like its source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from visgen.config import UserError, build, load, plugin, run_program
+from visgen.data import Data, Split, Views
+from visgen.data import codes as cache
+from visgen.data.codes import Codes
+from visgen.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Config:
+    tokenizer: Path | None = None
+    """Run directory or file of a trained discrete tokenizer."""
+    out: Path = Path("data_cache/codes")
+    """Folder of the cache; the split becomes a sub-folder."""
+    data: Any = plugin("visgen.data", "fashion_mnist")
+    split: Split = "train"
+    views: Views = "flip"
+    """center: 1 view. flip: the image and its mirror. ten_crop: LlamaGen's ten crops per crop range."""
+    crop_ranges: tuple[float, ...] = (1.1,)
+    """ten_crop: side of the cropped square over the image size; LlamaGen's results use 1.1 and 1.05."""
+    batch: int = 256
+    """Views encoded at once."""
+    shard: int = 8192
+    """Images per file."""
+    workers: int = 0
+    """Processes that read images; 0 is fastest for data in memory, else about the number of CPU cores."""
+    cpu: bool = False
+    """Do not use a GPU."""
+    preflight_db: float = 1.0
+    """By how many dB decoded codes must be nearer to their own images than to others; see `preflight`."""
+
+
+def main(argv: Sequence[str]) -> None:
+    from visgen.checkpoint import load_tokenizer, tokenizer_hash
+
+    config = load(Config, argv, prog="python -m visgen.encode")
+    if config.tokenizer is None:
+        raise UserError("tokenizer is not set; pass --tokenizer with the run directory or file of a trained tokenizer")
+    on_cpu = config.cpu or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    state = PartialState(cpu=on_cpu)  # unless told, it takes the processes of a CPU launch for separate runs
+    data = build(config.data, config.split)
+    tokenizer = load_tokenizer(config.tokenizer).to(state.device)
+    folder = encode(
+        tokenizer,
+        data,
+        config.out,
+        tokenizer_hash(tokenizer),
+        views=config.views,
+        ranges=config.crop_ranges,
+        batch=config.batch,
+        shard=config.shard,
+        workers=config.workers,
+        state=state,
+    )
+    if state.is_main_process:
+        codes = build(cache.Config(config.out), config.split)
+        seen = preflight(tokenizer, codes, margin_db=config.preflight_db)
+        skipped = f", {data.skipped} unreadable images replaced" if data.skipped else ""
+        print(f"{folder}: {len(codes)} images x {codes.view_count} views x {int(np.prod(codes.grid))} codes{skipped}")
+        print(f"preflight: {seen.matched:.2f} dB to its own images, {seen.shuffled:.2f} dB to others")
+
+
+def encode(
+    tokenizer: Tokenizer,
+    data: Data,
+    out: Path,
+    tokenizer_hash: str,
+    *,
+    views: Views = "flip",
+    ranges: Sequence[float] = (1.1,),
+    batch: int = 256,
+    shard: int = 8192,
+    workers: int = 0,
+    state: PartialState | None = None,
+) -> Path:
+    """Writes, or completes, the cache of `data` in `out/<split>` and returns that folder.
+
+    Runs where the tokenizer's parameters lie. `state` shares the shards out over its processes.
+
+    Raises:
+        UserError: tokenizer and data do not fit, or the folder holds a cache with other settings.
+    """
+    _check(tokenizer, data, views, ranges, batch, shard)
+    wanted = cache.make_index(
+        data,
+        tokenizer=tokenizer_hash,
+        grid=list(tokenizer.grid),
+        vocab=tokenizer.vocab,
+        views=views,
+        ranges=list(ranges) if views == "ten_crop" else [],
+        shard_images=shard,
+    )
+    folder = Path(out).expanduser() / data.split
+    index = _agreed(folder, wanted)
+    missing = [i for i in range(index.shard_count) if cache.shard_record(folder, index, i) is None]
+    if index.complete and not missing:
+        return folder
+    first = state is None or state.is_main_process
+    wait = (lambda: None) if state is None else state.wait_for_everyone
+    wait()  # every process has compared its settings before the index is written
+    if first:
+        _prepare(folder, index)
+    wait()
+    mine = missing if state is None else missing[state.process_index :: state.num_processes]
+    _encode_shards(tokenizer, data, folder, index, mine, batch, workers, show=first)
+    wait()
+    if first:
+        _finish(folder, index)
+    wait()
+    return folder
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What `preflight` measured: mean PSNR in dB of decoded codes to their own and to the others' source images, and
+    the share of codes that encoding the source again gives."""
+
+    matched: float
+    shuffled: float
+    agreement: float
+
+
+@torch.inference_mode()
+def preflight(tokenizer: Tokenizer, codes: Codes, n: int = 8, margin_db: float = 1.0) -> Preflight:
+    """Decodes codes of `n` images spread over the cache and compares them with the source's images.
+
+    The decoded images must be `margin_db` nearer to their own source than to the others', which shuffled or foreign
+    codes are not, and half of each image's codes must come out again when its source is encoded. One image alone is
+    compared by its codes only. Runs where the tokenizer's parameters lie; the source must still be readable.
+
+    Raises:
+        UserError: the cache does not look like its source, or a code lies outside the vocabulary.
+    """
+    chosen = np.unique(np.linspace(0, len(codes) - 1, n).round().astype(int)).tolist()
+    view = [k % codes.view_count for k in range(len(chosen))]
+    ids = torch.from_numpy(np.stack([codes.tokens(i)[v] for i, v in zip(chosen, view, strict=True)]).astype(np.int64))
+    _check_range(ids, tokenizer.vocab, str(codes.folder))
+    source = codes.source()
+    if len(source) != len(codes):
+        raise UserError(f"code cache {codes.folder} has {len(codes)} images but its source {len(source)}; encode again")
+    pixels = source.views(chosen, codes.index.views, codes.index.ranges)["pixels"]
+    device = _device(tokenizer.eval())
+    with _float32(device):
+        ids = ids.to(device)
+        own = _to_float(pixels[torch.arange(len(chosen)), view].to(device))  # [n, T, 3, H, W]
+        agreement = (tokenizer.encode(own) == ids).float().mean(1)  # [n]
+        decoded = tokenizer.decode(ids)
+    error = (decoded[:, None] - own[None]).square().flatten(2).mean(2)  # [n, n]: decoded i against source j
+    psnr = 10 * torch.log10(4 / error.clamp_min(1e-10))  # the range is 2 wide
+    others = ~torch.eye(len(chosen), dtype=torch.bool, device=device)
+    matched = psnr.diagonal().mean().item()
+    shuffled = psnr[others].mean().item() if len(chosen) > 1 else float("-inf")
+    seen = Preflight(matched, shuffled, agreement.mean().item())
+    worst = int(agreement.argmin())
+    if agreement[worst] < 0.5:
+        raise UserError(
+            f"code cache {codes.folder} does not match its source: encoding image {chosen[worst]} gives "
+            f"{agreement[worst]:.0%} of its codes; delete the cache and encode again"
+        )
+    if matched - shuffled < margin_db:
+        raise UserError(
+            f"code cache {codes.folder} does not look like its source: {matched:.1f} dB to its own images, "
+            f"{shuffled:.1f} dB to others; train the tokenizer further and encode again (or lower preflight_db)"
+        )
+    return seen
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def _check(tokenizer: Tokenizer, data: Data, views: Views, ranges: Sequence[float], batch: int, shard: int) -> None:
+    if tokenizer.vocab is None:
+        raise UserError("the tokenizer is continuous (vocab None), the cache holds codes; pass a discrete tokenizer")
+    if tuple(tokenizer.image_size) != tuple(data.image_size):
+        want, have = ("x".join(map(str, size)) for size in (tokenizer.image_size, data.image_size))
+        raise UserError(
+            f"the tokenizer was made for {want} px but the data has {have} px; change the data's image size"
+        )
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in tokenizer.parameters()):
+        raise UserError("the tokenizer's weights are not float32; codes are made in float32, call tokenizer.float()")
+    if views == "ten_crop" and (not ranges or min(ranges) < 1):
+        raise UserError(f"crop_ranges {tuple(ranges)} must be one or more numbers of at least 1, such as 1.1 1.05")
+    if batch < 1 or shard < 1:
+        raise UserError(f"batch {batch} and shard {shard} must be at least 1")
+
+
+def _agreed(folder: Path, wanted: cache.Index) -> cache.Index:
+    """The index in `folder` if it has the wanted settings, the wanted one if there is none."""
+    if not (folder / "index.json").is_file():
+        return wanted
+    found = cache.read_index(folder)
+    for field in dataclasses.fields(cache.Index)[:-2]:
+        old, new = getattr(found, field.name), getattr(wanted, field.name)
+        name = field.name
+        if isinstance(old, dict):
+            key = next((k for k in {**old, **new} if old.get(k) != new.get(k)), None)
+            if key is not None:
+                name, old, new = f"data.{key}", old.get(key), new.get(key)
+        if old != new:
+            raise UserError(
+                f"code cache {folder} was written with {name} {_brief(old)}, now it is {_brief(new)}; "
+                "delete the folder or choose another --out"
+            )
+    return found
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _prepare(folder: Path, index: cache.Index) -> None:
+    """Marks the cache as incomplete; what was complete before keeps its records one by one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(len(index.shards)):
+            record = cache.shard_record(folder, index, number)
+            if record is not None:
+                cache.write_record(folder, number, record)
+        index.complete, index.shards = False, []
+        cache.write_index(folder, index)
+    except OSError as error:
+        raise UserError(f"out {folder} cannot be written ({error.strerror}); choose another --out") from None
+
+
+def _finish(folder: Path, index: cache.Index) -> None:
+    records = [cache.shard_record(folder, index, i) for i in range(index.shard_count)]
+    if None in records:
+        raise UserError(f"code cache {folder}: shard {records.index(None)} is missing; run the same command again")
+    index.complete, index.shards = True, [r for r in records if r is not None]
+    cache.write_index(folder, index)
+    for number in range(index.shard_count):
+        cache.shard_path(folder, number, "done").unlink(missing_ok=True)
+
+
+class _Jobs(Dataset):
+    """Item k is the views of one batch of images."""
+
+    def __init__(self, data: Data, index: cache.Index, jobs: Sequence[range]) -> None:
+        self.data, self.index, self.jobs = data, index, jobs
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        return self.data.views(self.jobs[k], self.index.views, self.index.ranges)
+
+
+@torch.inference_mode()
+def _encode_shards(
+    tokenizer: Tokenizer,
+    data: Data,
+    folder: Path,
+    index: cache.Index,
+    shards: Sequence[int],
+    batch: int,
+    workers: int,
+    show: bool,
+) -> None:
+    step = max(1, batch // index.view_count)
+    jobs, ends = [], {}
+    for number in shards:
+        images = index.shard(number)
+        jobs += [images[k : k + step] for k in range(0, len(images), step)]
+        ends[len(jobs) - 1] = number  # the job that completes this shard
+    device = _device(tokenizer.eval())
+    source = _Jobs(data, index, jobs)
+    loader = DataLoader(source, batch_size=None, num_workers=workers, pin_memory=device.type == "cuda")
+    codes: list[Tensor] = []
+    labels: list[Tensor] = []
+    with _progress(sum(map(len, jobs)), show) as advance, _float32(device):
+        for k, views in enumerate(loader):
+            pixels = views["pixels"]  # [B, V, T, 3, H, W] uint8
+            ids = tokenizer.encode(_to_float(pixels.to(device, non_blocking=True).flatten(0, 1)))
+            codes.append(ids.unflatten(0, pixels.shape[:2]))
+            labels.append(views["label"])
+            advance(len(pixels))
+            if k in ends:
+                stacked = torch.cat(codes).cpu()  # one host read per shard
+                _check_range(stacked, tokenizer.vocab, "the tokenizer")
+                cache.write_shard(folder, index, ends[k], stacked.numpy(), torch.cat(labels).numpy())
+                codes, labels = [], []
+
+
+def _check_range(ids: Tensor, vocab: int | None, where: str) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or vocab is None or high >= vocab:
+        raise UserError(
+            f"{where}: codes {low}..{high} lie outside the vocabulary of {vocab}; is it the right tokenizer?"
+        )
+
+
+def _to_float(pixels: Tensor) -> Tensor:
+    return pixels.float() / 127.5 - 1
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _float32(device: torch.device) -> Iterator[None]:
+    """Float32 without TF32 or autocast, so that codes do not depend on the card or on the caller's settings."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+@contextlib.contextmanager
+def _progress(images: int, show: bool) -> Iterator[Any]:
+    columns = (
+        TextColumn("encode"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, disable=not show or images == 0) as progress:
+        task = progress.add_task("encode", total=images, rate="")
+
+        def advance(n: int) -> None:
+            progress.advance(task, n)
+            speed = progress.tasks[0].speed
+            progress.update(task, rate=f"{speed:.0f} images/s" if speed else "")
+
+        yield advance
+
+
+if __name__ == "__main__":
+    run_program(lambda: main(sys.argv[1:]))

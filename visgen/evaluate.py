@@ -1,0 +1,303 @@
+"""Scoring sets of images under one protocol: what `eval/fid.py` and `eval/recon.py` are made of.
+
+A *row* is a way of filling the sample plan with images: drawn by a model, taken from the training set, reconstructed by
+a tokenizer, or decoded from tokens drawn from their per-position marginals. All rows of a table meet the same
+reference, extractor and labels, so they compare. Images stream through; none is written to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visgen.config import UserError, kind_of
+from visgen.data import Data
+from visgen.decode.noise import Noise, Stream
+from visgen.generate import Generator, SamplingConfig
+from visgen.metrics.features import FeatureExtractor
+from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
+from visgen.metrics.images import ImageAudit
+from visgen.metrics.kid import FeatureBank, kid
+from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
+from visgen.tokenizers import Tokenizer
+
+Rows = Iterator[tuple[Tensor, Tensor]]  # (pixels uint8 or float in [-1, 1] [B, 3, H, W], plan index [B])
+
+
+@dataclass
+class World:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def current() -> World:
+        """From `accelerate launch`; one process otherwise."""
+        from accelerate import PartialState
+
+        state = PartialState()
+        return World(state.process_index, state.num_processes)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over the processes, on the value's own device (NCCL reduces on the GPU only)."""
+        if self.size == 1:
+            return value
+        on_gpu = torch.distributed.get_backend() == "nccl"
+        moved = value.cuda() if on_gpu else value.clone()
+        torch.distributed.all_reduce(moved)
+        return moved.to(value.device)
+
+
+# ----------------------------------------------------------------------------------------------- the reference
+
+
+@dataclass
+class Reference:
+    """Statistics and features of the reference images.
+
+    Attributes:
+        name: data kind and split.
+        hash: of the images' bytes in order.
+        stats: mean and covariance of their features.
+        features: [n, D] float32, for KID.
+    """
+
+    name: str
+    hash: str
+    stats: Stats
+    features: Tensor
+
+    @property
+    def n(self) -> int:
+        return self.stats.n
+
+
+def reference(
+    data: Data,
+    extractor: FeatureExtractor,
+    world: World | None = None,
+    n: int | None = None,
+    cache: Path | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Reference:
+    """Scores the first n (default all) plain samples of `data`; `cache` is read if it fits and written otherwise."""
+    world = world or World()
+    n = len(data) if n is None else min(n, len(data))
+    name = f"{kind_of(data.config)}/{data.split}"
+    wanted = {"name": name, "n": str(n), "extractor": extractor.fingerprint, "config": repr(data.config)}
+    if cache is not None and cache.is_file():
+        return _read_reference(cache, wanted)
+    bank, audit = FeatureBank(extractor.dims["pool"], n), ImageAudit(n)
+    mine = range(world.rank, n, world.size)
+    for start in range(0, len(mine), extractor.batch):
+        index = torch.tensor(list(mine[start : start + extractor.batch]))
+        images = audit.update(data.get_many(index.tolist())["pixels"][:, 0], index)
+        bank.update(extractor(images)["pool"], index)
+        if on_step is not None:
+            on_step(start + len(index), len(mine))
+    bank.reduce(world.sum)
+    audit.reduce(world.sum)
+    features = bank.all()
+    if cache is not None and world.rank == 0:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"features": features}, cache, {**wanted, "hash": audit.hash})
+    return Reference(name, audit.hash, _stats(features), features)
+
+
+def _read_reference(path: Path, wanted: dict[str, str]) -> Reference:
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata() or {}
+        for key, value in wanted.items():
+            if about.get(key) != value:
+                raise UserError(
+                    f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; "
+                    "delete the file or pass another --reference-cache"
+                )
+        features = file.get_tensor("features")
+    return Reference(about["name"], about["hash"], _stats(features), features)
+
+
+def _stats(features: Tensor) -> Stats:
+    x = features.double()
+    mean = x.mean(0)
+    centred = x - mean
+    return Stats(mean, centred.T @ centred / max(len(x) - 1, 1), len(x))
+
+
+# ------------------------------------------------------------------------------------------------------ the rows
+
+
+def generated(generator: Generator, plan: SamplePlan, settings: SamplingConfig, world: World | None = None) -> Rows:
+    """Images drawn by a model under the plan's labels and seeds."""
+    world = world or World()
+    rows = plan.rows(world.rank, world.size)
+    for start in range(0, len(rows), settings.engine.batch):
+        part = slice(start, start + settings.engine.batch)
+        images = generator.sample(
+            rows.label[part].tolist(), rows.seed[part].tolist(), settings.guidance, settings.warp, settings.sampler
+        )
+        yield images.pixels, rows.index[part]
+
+
+def real(data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
+    """Plain images of `data`, chosen by `choose`."""
+    for chosen, index in chosen_batches(data, plan, world or World(), batch):
+        yield data.get_many(chosen)["pixels"][:, 0], index
+
+
+def reconstructed(
+    tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256
+) -> Rows:
+    """Images of `data` through the tokenizer and back, in fp32."""
+    for chosen, index in chosen_batches(data, plan, world or World(), batch):
+        pixels = data.get_many(chosen)["pixels"]
+        yield reconstruct(tokenizer, pixels)[1][:, 0], index
+
+
+def marginals(tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
+    """Decoded tokens drawn independently from each position's histogram over `data`: what a model that learned
+    nothing but where codes occur would make."""
+    world = world or World()
+    device = next(tokenizer.parameters()).device
+    counts: Tensor | None = None
+    for start in range(0, len(data), batch):
+        ids = reconstruct(
+            tokenizer, data.get_many(list(range(start, min(start + batch, len(data)))))["pixels"], decode=False
+        )[0]
+        assert tokenizer.vocab is not None, "marginals need a discrete tokenizer"
+        ones = torch.nn.functional.one_hot(ids, tokenizer.vocab).sum(0)  # [N, V]
+        counts = ones if counts is None else counts + ones
+    assert counts is not None
+    logits = counts.double().log().float()
+    rows = plan.rows(world.rank, world.size)
+    for start in range(0, len(rows), batch):
+        part = slice(start, start + batch)
+        seeds = rows.seed[part].to(device)
+        position = torch.arange(len(logits), device=device).expand(len(seeds), -1)
+        gumbel = Noise(seeds).gumbel(position, logits.shape[1], Stream.TOKEN)
+        with torch.no_grad():
+            yield tokenizer.decode((logits + gumbel).argmax(-1))[:, 0], rows.index[part]
+
+
+@torch.no_grad()
+def reconstruct(tokenizer: Tokenizer, pixels: Tensor, decode: bool = True) -> tuple[Tensor, Tensor]:
+    """uint8 pixels [B, T, 3, H, W] -> (tokens, pixels in [-1, 1]) through the tokenizer."""
+    device = next(tokenizer.parameters()).device
+    tokens = tokenizer.encode(pixels.to(device).float() / 127.5 - 1)
+    return tokens, tokenizer.decode(tokens) if decode else pixels
+
+
+def choose(data: Data, plan: SamplePlan) -> Tensor:
+    """Indices [n] into `data` whose labels are the plan's (each image once), in the order of the source.
+
+    Raises:
+        UserError: a class with too few images for the plan.
+    """
+    labels = getattr(data, "labels", None)
+    if labels is None:
+        labels = torch.cat([data.get_many([i])["label"] for i in range(len(data))])
+    wanted = plan.rows().label
+    out = torch.empty(plan.n, dtype=torch.int64)
+    for c in range(plan.classes):
+        have, need = (labels == c).nonzero().flatten(), (wanted == c).nonzero().flatten()
+        if len(have) < len(need):
+            raise UserError(
+                f"class {c} of the {data.split} split has {len(have)} images, the plan of {plan.n} needs {len(need)}; "
+                f"lower --n to {len(have) * plan.classes} or less"
+            )
+        out[need] = have[: len(need)]
+    return out
+
+
+def chosen_batches(data: Data, plan: SamplePlan, world: World, batch: int) -> Iterator[tuple[list[int], Tensor]]:
+    """(indices into `data`, plan indices) of this process, batch by batch."""
+    chosen = choose(data, plan)
+    index = plan.rows(world.rank, world.size).index
+    for start in range(0, len(index), batch):
+        part = index[start : start + batch]
+        yield chosen[part].tolist(), part
+
+
+# --------------------------------------------------------------------------------------------------- the scoring
+
+
+def protocol_of(extractor: FeatureExtractor, ref: Reference, data: Data, plan: SamplePlan, groups: int) -> EvalProtocol:
+    """The protocol of a run of `score`."""
+    padded = kind_of(data.config) == "fashion_mnist"
+    return EvalProtocol.of(
+        extractor,
+        reference=ref.name,
+        reference_hash=ref.hash,
+        reference_n=ref.n,
+        size=data.image_size[0],
+        crop="none" if padded else "adm",
+        pad="zero-2" if padded else "none",
+        n=plan.n,
+        labels=plan.mode,
+        groups=groups,
+    )
+
+
+def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, allow_small: bool) -> None:
+    """Refuses an N that the extractor's width makes meaningless, before any work.
+
+    Raises:
+        UserError: naming N, the width and the remedy.
+    """
+    for n, what in ((plan.n, "images"), (ref_n, "reference images")):
+        require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
+
+
+def score(
+    rows: Rows,
+    ref: Reference,
+    extractor: FeatureExtractor,
+    protocol: EvalProtocol,
+    world: World | None = None,
+    allow_small: bool = False,
+    on_step: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, Score], dict[str, float]]:
+    """Fréchet distance and KID of the rows against the reference, and the checks on their images.
+
+    Moments live on the extractor's device where that has float64.
+    """
+    world = world or World()
+    device = extractor.device if extractor.device.type == "cuda" else torch.device("cpu")
+    width, n = extractor.dims["pool"], protocol.n
+    moments = Moments(width, n, protocol.groups, ref.stats.mean, device)
+    bank, audit = FeatureBank(width, n), ImageAudit(n)
+    done = 0
+    for pixels, index in rows:
+        features = extractor(audit.update(pixels, index))["pool"]
+        moments.update(features, index)
+        bank.update(features, index)
+        done += len(index)
+        if on_step is not None:
+            on_step(done * world.size, n)
+    for part in (moments, bank, audit):
+        part.reduce(world.sum)
+    fd = frechet_distance(
+        moments, ref.stats.to(device), extractor=extractor.id, allow_small=allow_small, with_error=protocol.groups > 1
+    )
+    scores = {"fd": fd}
+    if min(n, ref.n) >= 4:
+        scores["kid"] = kid(bank.all(), ref.features)
+    return scores, audit.checks()
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `model` block of a report on a tokenizer."""
+    return {
+        "params": sum(p.numel() for p in tokenizer.parameters()),
+        "grid": list(tokenizer.grid),
+        "vocab": tokenizer.vocab,
+        "image_size": list(tokenizer.image_size),
+    }

@@ -1,0 +1,279 @@
+"""From a checkpoint, a sampler and seeds to uint8 images."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from visgen import config as configs
+from visgen.checkpoint import TOKENIZER, WEIGHTS, find_step, load_model, load_tokenizer, read_metadata, tokenizer_hash
+from visgen.config import UserError, plugin
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.metrics.images import to_uint8
+from visgen.model import Model
+from visgen.samplers import Sampler
+from visgen.tokenizers import Tokenizer
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where and how to compute.
+
+    Attributes:
+        device: a torch device; "auto" takes a GPU when there is one.
+        precision: of the transformer; "auto" is bf16 on a GPU and fp32 on a CPU. The tokenizer always runs in fp32.
+        batch: images decoded at once.
+    """
+
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise UserError(f"engine.batch {self.batch} must be at least 1")
+
+    def resolve(self) -> tuple[torch.device, torch.dtype]:
+        """The device and dtype that "auto" stands for here."""
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise UserError(f"engine.device '{name}' is no torch device: {str(error).splitlines()[0]}") from None
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"engine.device '{name}': this machine shows no CUDA GPU; use --engine.device cpu")
+        precision = self.precision
+        if precision == "auto":
+            precision = "bf16" if device.type == "cuda" else "fp32"
+        return device, PRECISIONS[precision]
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How images are drawn: what `configs/sample/*.yaml` set and what a saved image records."""
+
+    sampler: Any = plugin("visgen.samplers", "ar")
+    guidance: Guidance = field(default_factory=Guidance)
+    warp: Warp = field(default_factory=Warp)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass
+class Images:
+    """A batch of drawn images.
+
+    Attributes:
+        pixels: uint8 [B, 3, H, W] on the CPU.
+        tokens: [B, N] on the CPU.
+        labels, seeds: of every image.
+        nfe: backbone evaluations of the batch.
+        seconds: wall time of decoding tokens and pixels.
+    """
+
+    pixels: Tensor
+    tokens: Tensor
+    labels: list[int]
+    seeds: list[int]
+    nfe: int
+    seconds: float
+
+    def pil(self) -> list[Image.Image]:
+        """The images as PIL images."""
+        return [Image.fromarray(p) for p in self.pixels.permute(0, 2, 3, 1).contiguous().numpy()]
+
+
+class Generator:
+    """A model with its tokenizer, ready to sample. Made by `visgen.load`.
+
+    Attributes:
+        classes: class names, as far as the checkpoint records them.
+        meta: what the checkpoint says of itself.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        engine: EngineConfig | None = None,
+        classes: Sequence[str] = (),
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        self.settings = engine or EngineConfig()
+        self.device, self.dtype = self.settings.resolve()
+        self.model = model.to(self.device, self.dtype).eval()
+        self.tokenizer = tokenizer.to(self.device).eval()
+        self.classes = list(classes)
+        self.meta = meta or {}
+
+    @property
+    def class_count(self) -> int:
+        return self.model.config.condition.classes
+
+    def label(self, name: str | int) -> int:
+        """A class id from an id or a class name."""
+        if not isinstance(name, str) or re.fullmatch(r"-?\d+", name):
+            label = int(name)
+            if not 0 <= label < self.class_count:
+                raise UserError(
+                    f"label {label} is out of range: the checkpoint knows classes 0 to {self.class_count - 1}"
+                )
+            return label
+        lowered = [c.lower() for c in self.classes]
+        if name.lower() not in lowered:
+            known = ", ".join(self.classes) if self.classes else f"ids 0 to {self.class_count - 1} (no names recorded)"
+            raise UserError(f"label '{name}' is unknown; the checkpoint knows {known}")
+        return lowered.index(name.lower())
+
+    def sample(
+        self,
+        labels: Sequence[int | str],
+        seeds: Sequence[int] | None = None,
+        guidance: Guidance | float | None = None,
+        warp: Warp | None = None,
+        sampler: Any = None,
+        known: tuple[Tensor, Tensor] | None = None,
+        on_step: Any = None,
+    ) -> Images:
+        """Draws one image per label, in batches of `engine.batch`; image i depends on seed i, not on its batch.
+
+        Args:
+            labels: class ids or names, B of them.
+            seeds: B integers; default 0 .. B - 1.
+            guidance: a `Guidance` or just its scale.
+            warp: temperature, top-k, top-p.
+            sampler: config of a sampler plugin; default plain autoregression.
+            known: (pixels [1 or B, 3, H, W] in [-1, 1], mask [1 or B, H, W] bool, true = keep): completion and
+                inpainting. A token is kept when all of its pixels are; in raster order the model looks back only.
+            on_step: called as on_step(done, total) over all batches.
+        """
+        ids = [self.label(x) for x in labels]
+        seeds = list(range(len(ids))) if seeds is None else [int(s) for s in seeds]
+        if not ids or len(seeds) != len(ids):
+            raise UserError(
+                f"{len(ids)} labels and {len(seeds)} seeds; give at least one label, and one seed per label"
+            )
+        if not isinstance(guidance, Guidance):
+            guidance = Guidance(scale=1.0 if guidance is None else float(guidance))
+        if self.model.config.condition.dropout == 0 and guidance.branches > 1:
+            raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
+        built: Sampler = configs.build(sampler or configs.plugin_config("visgen.samplers", "ar"))
+        engine = Engine(self.model, guidance, warp)
+        pinned = None if known is None else self._known_tokens(*known, len(ids))
+        size = self.settings.batch
+        parts: list[Images] = []
+        for start in range(0, len(ids), size):
+            part = slice(start, start + size)
+            chosen = None if pinned is None else (pinned[0][part], pinned[1][part])
+
+            def progress(done: int, total: int, start: int = start) -> None:
+                if on_step is not None:
+                    on_step(start // size * total + done, -(-len(ids) // size) * total)
+
+            parts.append(self._batch(engine, built, ids[part], seeds[part], chosen, progress))
+        return Images(
+            torch.cat([p.pixels for p in parts]),
+            torch.cat([p.tokens for p in parts]),
+            ids,
+            seeds,
+            sum(p.nfe for p in parts),
+            sum(p.seconds for p in parts),
+        )
+
+    @torch.inference_mode()
+    def _batch(
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        labels: list[int],
+        seeds: list[int],
+        known: tuple[Tensor, Tensor] | None,
+        progress: Any,
+    ) -> Images:
+        start = time.perf_counter()
+        engine.begin({"label": torch.tensor(labels, device=self.device)}, known)
+        generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
+        pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
+        seconds = time.perf_counter() - start
+        return Images(pixels, generation.tokens.cpu(), labels, seeds, generation.nfe, seconds)
+
+    @torch.inference_mode()
+    def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
+        """Tokens [images, N] of the known pixels, and which of them are kept."""
+        height, width = self.tokenizer.image_size
+        if pixels.shape[-2:] != (height, width) or mask.shape[-2:] != (height, width):
+            raise UserError(
+                f"known image {tuple(pixels.shape[-2:])} and mask {tuple(mask.shape[-2:])} must be {height}x{width}, "
+                "the size the checkpoint was trained at"
+            )
+        if not {len(pixels), len(mask)} <= {1, images}:
+            raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
+        tokens = self.tokenizer.encode(pixels.to(self.device).unsqueeze(1))
+        _, rows, columns = self.tokenizer.grid
+        cells = mask.to(self.device).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
+        keep = cells.all(-1).all(-2).flatten(1)  # [B, N]: every pixel of the cell is known
+        return tokens.expand(images, -1), keep.expand(images, -1)
+
+
+def load(source: str | Path, step: int | None = None, engine: EngineConfig | None = None, **options: Any) -> Generator:
+    """Loads a run directory, one of its steps, or a Hugging Face Hub id ("owner/name").
+
+    Args:
+        source: directory with `step_*/model.safetensors` and `tokenizer.safetensors`, or a Hub id of such a tree.
+        step: which step; default the newest.
+        engine: device, precision, batch; or its fields as keywords (`device="cpu"`).
+
+    Raises:
+        UserError: nothing there, truncated files, or files that do not belong together.
+    """
+    directory = Path(source)
+    if not directory.exists():
+        directory = _from_hub(str(source))
+    found = find_step(directory, step)
+    model = load_model(found)
+    info = read_metadata(found / WEIGHTS)
+    run = found if (found / TOKENIZER).is_file() else found.parent
+    if not (run / TOKENIZER).is_file():
+        raise UserError(f"{run}: {TOKENIZER} is missing; copy the tokenizer of that training run beside the steps")
+    tokenizer = load_tokenizer(run / TOKENIZER)
+    model.check_tokenizer(tokenizer, str(run / TOKENIZER))
+    meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
+    meta |= {"tokenizer": tokenizer_hash(tokenizer)[:12]}
+    classes = json.loads(info.get("classes", "[]"))
+    return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
+
+
+def _from_hub(name: str) -> Path:
+    parts = name.split("/")
+    if len(parts) != 2 or name.startswith((".", "/", "~")) or not all(parts):
+        raise UserError(f"checkpoint '{name}' is neither a directory nor a Hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # not found, no such name, offline
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"checkpoint '{name}' is no local directory, and the Hub did not give it: {reason}") from None
+
+
+def stream(generator: Generator, plan: Sequence[tuple[int, int]], settings: SamplingConfig) -> Iterator[Images]:
+    """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many."""
+    size = settings.engine.batch
+    for start in range(0, len(plan), size):
+        part = plan[start : start + size]
+        labels, seeds = [p[0] for p in part], [p[1] for p in part]
+        yield generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler)

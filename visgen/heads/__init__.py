@@ -1,0 +1,34 @@
+"""Heads: hidden states -> the law of a token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Dist(Protocol):
+    """The law of the tokens of a window [B, W]."""
+
+    def warped(self, warp: Callable[[Tensor], Tensor]) -> Dist:
+        """The law after temperature and filters."""
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """A draw per token from counter-based noise: ids [B, W] (or vectors [B, W, C])."""
+
+    def pin(self, tokens: Tensor, mask: Tensor) -> Dist:
+        """The law with all mass on `tokens` where `mask` [B, W] is true (known tokens)."""
+
+
+class Head(nn.Module, ABC):
+    """Built as `Head(config, width, vocab)`; `vocab` is the number of codes (or channels of continuous tokens)."""
+
+    @abstractmethod
+    def loss(self, h: Tensor, target: Tensor) -> Tensor:
+        """h [B, W, D], target [B, W] (or [B, W, C]) -> loss per token [B, W], float32."""
+
+    @abstractmethod
+    def dist(self, h: Tensor, weights: Tensor) -> Any:
+        """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law, a `Dist`."""

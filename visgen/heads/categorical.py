@@ -1,0 +1,43 @@
+"""Categorical head: one linear map to logits over the codebook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visgen.heads import Head
+from visgen.nn.categorical import Categorical
+
+
+@dataclass(frozen=True)
+class Config:
+    """Categorical head.
+
+    Attributes:
+        label_smoothing: mass spread evenly over the vocabulary in the training loss.
+    """
+
+    label_smoothing: float = 0.0
+
+
+class CategoricalHead(Head):
+    """h [B, W, D] -> logits [B, W, V]; initialised to zero, so training starts at ln V (LlamaGen section 2.7)."""
+
+    def __init__(self, config: Config, width: int, vocab: int) -> None:
+        super().__init__()
+        self.config = config
+        self.output = nn.Linear(width, vocab, bias=False)
+        nn.init.zeros_(self.output.weight)
+
+    def loss(self, h: Tensor, target: Tensor) -> Tensor:
+        logits = self.output(h).float().transpose(1, 2)  # [B, V, W]
+        return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.config.label_smoothing)
+
+    def dist(self, h: Tensor, weights: Tensor) -> Categorical:
+        """Guidance acts on logits: sum_k weights_k logits_k in float32; weights sum to 1 over k."""
+        logits = self.output(h).float()  # [K, B, W, V]
+        if len(logits) == 1:
+            return Categorical(logits[0])
+        return Categorical((logits * weights.unsqueeze(-1)).sum(0))

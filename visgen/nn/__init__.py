@@ -1,0 +1,1 @@
+"""Building blocks without an opinion on the task."""

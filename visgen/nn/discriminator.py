@@ -1,0 +1,99 @@
+"""PatchGAN discriminator, hinge loss and the LeCAM regulariser.
+
+Sources: Isola et al., arXiv:1611.07004 (70x70 patches with three layers); hinge loss as in Lim & Ye, arXiv:1705.02894;
+LeCAM: Tseng et al., arXiv:2104.03310, eq. 5. GroupNorm stands where the papers have BatchNorm, so an image's logits
+depend on no other image and ranks share no statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visgen.nn.conv import group_norm
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 64  # channels of the first layer, doubled by each further one up to eight times
+    layers: int = 3  # layers of stride 2; the receptive field is 16, 34, 70, 142 px for 1, 2, 3, 4
+    norm: Literal["group", "none"] = "group"
+    lecam_decay: float = 0.999  # of the moving means of the logits
+
+
+class PatchDiscriminator(nn.Module):
+    """Convolutions of kernel 4: `layers` of stride 2, one of stride 1, then one logit per patch."""
+
+    def __init__(self, config: Config, in_channels: int = 3) -> None:
+        super().__init__()
+        widths = [config.width * min(2**i, 8) for i in range(config.layers + 1)]
+        layers: list[nn.Module] = [nn.Conv2d(in_channels, widths[0], 4, 2, 1), nn.LeakyReLU(0.2)]
+        for i in range(1, len(widths)):
+            normed = config.norm == "group"
+            stride = 2 if i < config.layers else 1
+            layers.append(nn.Conv2d(widths[i - 1], widths[i], 4, stride, 1, bias=not normed))
+            layers += [group_norm(widths[i])] * normed + [nn.LeakyReLU(0.2)]
+        layers.append(nn.Conv2d(widths[-1], 1, 4, 1, 1))
+        self.net = nn.Sequential(*layers)
+        for layer in self.net:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, 0.0, 0.02)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> logits [B, 1, h, w], float32; large means real."""
+        return self.net(pixels).float()
+
+
+class LeCam(nn.Module):
+    """Keeps the logits near moving means of the opposite side; its state is saved and equal on every rank."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("real", torch.zeros(()))
+        self.register_buffer("fake", torch.zeros(()))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    real: Tensor
+    fake: Tensor
+    updates: Tensor
+
+    def forward(self, real: Tensor, fake: Tensor) -> Tensor:
+        """Logits of any shape -> regulariser (scalar), measured against the means before this batch enters them.
+
+        One-sided, the form in common use: real logits above the fakes' mean are pulled down towards it, fake logits
+        below the reals' mean are pulled up. Eq. 5 also pulls what already lies on the far side.
+        """
+        bias = 1 - self.decay ** self.updates.clamp(min=1)  # zero-started means, corrected as in Adam
+        mean_real, mean_fake = self.real / bias, self.fake / bias
+        penalty = F.relu(real - mean_fake).square().mean() + F.relu(mean_real - fake).square().mean()
+        penalty = torch.where(self.updates > 0, penalty, penalty * 0)
+        if self.training:
+            self._update(torch.stack([real.detach().float().mean(), fake.detach().float().mean()]))
+        return penalty
+
+    @torch.no_grad()
+    def _update(self, means: Tensor) -> None:
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(means)
+            means = means / dist.get_world_size()
+        self.real.lerp_(means[0], 1 - self.decay)
+        self.fake.lerp_(means[1], 1 - self.decay)
+        self.updates += 1
+
+
+def hinge_discriminator(real: Tensor, fake: Tensor) -> Tensor:
+    """Loss of the discriminator: half the sum of both hinges."""
+    return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + fake).mean())
+
+
+def hinge_generator(fake: Tensor) -> Tensor:
+    """Loss of the generator."""
+    return -fake.mean()

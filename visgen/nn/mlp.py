@@ -1,0 +1,35 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x), no biases; hidden width floor(2/3 * 4 D) rounded up to `multiple_of` (LlamaGen 2.1)."""
+
+    def __init__(self, width: int, multiple_of: int = 256, dropout: float = 0.0) -> None:
+        super().__init__()
+        hidden = -(-int(2 * 4 * width / 3) // multiple_of) * multiple_of
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, W, D]
+        return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class DropPath(nn.Module):
+    """Drops the whole residual branch of a sample with probability `rate`, rescaling the kept ones."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, W, D]
+        if self.rate == 0.0 or not self.training:
+            return x
+        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.rate)
+        return x * keep / (1 - self.rate)

@@ -1,0 +1,59 @@
+"""Objectives: what is trained. The loop is one and knows none of them.
+
+Every net in `nets` is one module whose *forward returns the loss* `(loss, logs)`, since the hooks of DDP and FSDP fire
+only there; each has its own optimizer. The net named by `export` holds in its attribute `model` what gets the EMA and
+is saved for sampling; that module's `config` says how to build it again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visgen.data import Batch, Data
+
+Logs = dict[str, Tensor]
+
+
+class Objective(ABC):
+    """Built as `Objective(config)`: constructs `nets` (also on the meta device) and reads no file.
+
+    Attributes:
+        nets: trained modules by name; forward returns `(loss, logs)`.
+        frozen: modules that are only moved to the device, filled by `setup`.
+        export: the net whose `.model` gets the EMA and is saved for sampling.
+    """
+
+    nets: dict[str, nn.Module]
+    frozen: dict[str, nn.Module]
+    export: str
+
+    def setup(self, data: Data) -> None:
+        """Before training: reads frozen weights, checks that data and config agree.
+
+        Raises:
+            UserError: naming what does not fit and the remedy.
+        """
+
+    def turns(self, step: int) -> list[str]:
+        """Names of the nets whose optimizers step at `step` (counted from 0), in order; they share one batch."""
+        return list(self.nets)
+
+    @abstractmethod
+    def loss(
+        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
+    ) -> tuple[Tensor, Logs]:
+        """Loss of `name`'s turn and detached scalars to log. `nets` are the prepared (wrapped) modules: call
+        `nets[name](...)` once; other nets enter through their parameters only. May keep detached tensors between the
+        turns of one step."""
+
+    def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
+        """Images [B, 3, H, W] in [-1, 1] for the logger, made with `model` (the EMA of the exported module)."""
+        return None
+
+    def exported(self) -> Any:
+        """The module that is saved for sampling; it has `.config`."""
+        return self.nets[self.export].model

@@ -1,0 +1,142 @@
+"""Next-token prediction: teacher-forced cross-entropy in raster order (LlamaGen section 2.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visgen import config as configs
+from visgen.config import UserError, plugin
+from visgen.data import Batch, Data
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.model import Model, ModelConfig
+from visgen.objectives import Logs, Objective
+
+
+@dataclass(frozen=True)
+class PreviewConfig:
+    """Images drawn during training.
+
+    Attributes:
+        images: how many; labels go round the classes.
+        guidance, warp, sampler: how they are drawn.
+    """
+
+    images: int = 16
+    guidance: Guidance = field(default_factory=Guidance)
+    warp: Warp = field(default_factory=Warp)
+    sampler: Any = plugin("visgen.samplers", "ar")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Next-token objective.
+
+    Attributes:
+        model: backbone, condition, head, grid and vocabulary.
+        tokenizer: run directory or safetensors file of the tokenizer. Needed when the data are pixels (they are
+            encoded on the fly) and for previews; kept beside the run.
+        preview: images for the logger.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: Path | None = None
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
+
+
+class NextToken(Objective):
+    """`nets["model"]` returns the mean cross-entropy of the batch's tokens."""
+
+    export = "model"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.nets = {"model": NextTokenNet(Model(config.model))}
+        self.frozen: dict[str, nn.Module] = {}
+
+    def setup(self, data: Data) -> None:
+        model: Model = self.exported()
+        self._check_labels(data)
+        if self.config.tokenizer is None:
+            if not hasattr(data, "grid"):
+                raise UserError(
+                    f"data.kind '{configs.kind_of(data.config)}' gives pixels: set objective.tokenizer to the run "
+                    "directory of a tokenizer, or cache the codes with `python -m visgen.encode`"
+                )
+        else:
+            from visgen.checkpoint import load_tokenizer  # reads files, so it is not needed to build the nets
+
+            tokenizer = load_tokenizer(self.config.tokenizer)
+            model.check_tokenizer(tokenizer, f"objective.tokenizer {self.config.tokenizer}")
+            if not hasattr(data, "grid") and tuple(data.image_size) != tuple(tokenizer.image_size):
+                raise UserError(
+                    f"the data gives images of {data.image_size} px, {self.config.tokenizer} was made for "
+                    f"{tokenizer.image_size}; set data.image_size, or use a tokenizer of that size"
+                )
+            self.frozen["tokenizer"] = tokenizer
+            if hasattr(data, "check"):
+                from visgen.checkpoint import tokenizer_hash
+                from visgen.encode import preflight
+
+                data.check(tokenizer_hash(tokenizer))
+                preflight(tokenizer, data)  # type: ignore[arg-type]
+        if hasattr(data, "grid") and (tuple(data.grid), data.vocab) != (tuple(model.grid), model.config.vocab):  # type: ignore[attr-defined]
+            raise UserError(
+                f"the cached codes have grid {tuple(data.grid)} and vocab {data.vocab}, objective.model has "  # type: ignore[attr-defined]
+                f"{tuple(model.grid)} and {model.config.vocab}; set objective.model.grid and .vocab to the cache's"
+            )
+
+    def _check_labels(self, data: Data) -> None:
+        classes = getattr(self.config.model.condition, "classes", None)
+        if classes is not None and len(data.classes) > classes:
+            raise UserError(
+                f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
+                f"set it to {len(data.classes)}"
+            )
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """Cached tokens [B, N], or those of the batch's pixels."""
+        if "tokens" in batch:
+            return batch["tokens"]
+        with torch.no_grad(), torch.autocast(batch["pixels"].device.type, enabled=False):
+            return self.frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
+
+    def loss(
+        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
+    ) -> tuple[Tensor, Logs]:
+        tokens = self.tokens(batch)
+        rate = getattr(self.config.model.condition, "dropout", 0.0)
+        drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < rate
+        return nets[name](tokens, batch, drop)
+
+    def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
+        tokenizer, settings = self.frozen.get("tokenizer"), self.config.preview
+        if tokenizer is None:
+            return None
+        device = next(model.parameters()).device
+        classes = getattr(self.config.model.condition, "classes", 1)
+        index = torch.arange(settings.images, device=device)
+        engine = Engine(model, settings.guidance, settings.warp)
+        engine.begin({"label": index % classes})
+        tokens = engine.run(configs.build(settings.sampler), Noise(index + seed)).tokens
+        return tokenizer.decode(tokens)[:, 0]  # type: ignore[operator]
+
+
+class NextTokenNet(nn.Module):
+    """tokens [B, N] -> (mean cross-entropy in nats a token, logs)."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, batch: Batch, drop: Tensor | None) -> tuple[Tensor, Logs]:
+        per_token = self.model.loss(tokens, batch, drop)  # [B, N]
+        loss = per_token.mean()
+        return loss, {"nats_per_token": loss.detach()}

@@ -1,0 +1,232 @@
+"""What a run tells: a report at the start, a progress bar, `metrics.jsonl`, preview grids, Weights & Biases.
+
+Scalars stay on the device until they are logged; then one gather over the processes and one read serve them all.
+Only the main process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import netrc
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from visgen.config import UserError
+from visgen.metrics.report import Report
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Weights & Biases; the files in the run directory are always written.
+
+    Attributes:
+        wandb: log there too; without an API key it logs offline.
+        project: its project.
+        name: of the run there; empty: the name of the run directory.
+    """
+
+    wandb: bool = True
+    project: str = "visgen"
+    name: str = ""
+
+
+class Meter:
+    """Means of device scalars since the last read, and the first step at which a loss was not finite."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.bad: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def watch(self, name: str, value: Tensor, step: int) -> None:
+        """Remembers, on the device, the first step at which `value` was infinite or NaN."""
+        first = torch.where(torch.isfinite(value.detach()), math.inf, float(step)).double()
+        self.bad[name] = torch.minimum(self.bad[name], first) if name in self.bad else first
+
+    def read(self, accelerator: Accelerator) -> tuple[dict[str, float], dict[str, int]]:
+        """Means over steps and processes, and `{name: step}` of what was not finite; empties the meter."""
+        sums, bad = sorted(self.sums), sorted(self.bad)
+        flat = torch.stack([self.sums[n] / self.counts[n] for n in sums] + [self.bad[n] for n in bad])
+        rows = accelerator.gather(flat[None]).tolist()  # [world, K]; the one host read of a logging interval
+        columns = list(zip(*rows, strict=True))
+        means = {n: sum(c) / len(c) for n, c in zip(sums, columns, strict=False)}
+        first = {n: min(c) for n, c in zip(bad, columns[len(sums) :], strict=True)}
+        self.sums, self.counts, self.bad = {}, {}, {}
+        return means, {n: int(step) for n, step in first.items() if math.isfinite(step)}
+
+
+class Log:
+    """The outputs of one run. On other processes than the main one every method does nothing.
+
+    Args:
+        values: the resolved config as plain values, for W&B.
+        start: steps already done; later lines of `metrics.jsonl` are dropped, they will be written again.
+    """
+
+    def __init__(
+        self, config: LogConfig, run: Path, values: Mapping[str, Any], main: bool, start: int, steps: int
+    ) -> None:
+        self.main, self.run, self.wandb = main, run, None
+        self.console = Console(stderr=True)
+        if not main:
+            return
+        self.file = open(run / "metrics.jsonl", "a+")  # noqa: SIM115
+        _drop_after(self.file, start)
+        if config.wandb:
+            self.wandb, line = start_wandb(config, run, values)
+            self.console.print(line, highlight=False, soft_wrap=True)
+        columns = (
+            TextColumn("{task.percentage:3.0f}%"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=steps, completed=start, text="")
+        self.bar.start()
+        self.steps, self.time = steps, time.monotonic()
+
+    def advance(self) -> None:
+        if self.main:
+            self.bar.advance(self.task)
+
+    def metrics(self, step: int, values: Mapping[str, float], loss: str) -> None:
+        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows images/s and `values[loss]`."""
+        if not self.main:
+            return
+        clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        self.file.write(json.dumps({"step": step, **clean}) + "\n")
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log(dict(values), step=step)
+        text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
+        self.bar.update(self.task, text=text)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
+
+    def images(self, step: int, images: Tensor) -> None:
+        """Writes images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`."""
+        if not self.main:
+            return
+        path = self.run / "previews" / f"step_{step:07d}.png"
+        path.parent.mkdir(exist_ok=True)
+        grid = make_grid(images.float().cpu().clamp(-1, 1), nrow=math.ceil(math.sqrt(len(images))), pad_value=1.0)
+        array = ((grid + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        Image.fromarray(array).save(path)
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({"preview": wandb.Image(str(path))}, step=step)
+
+    def say(self, line: str) -> None:
+        if self.main:
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        if not self.main:
+            return
+        self.bar.stop()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def report(console: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> None:
+    """What trains: one row per net (`net, parameters, trainable, optimiser`), then facts."""
+    table = Table("net", "parameters", "trainable", "optimiser", title="what trains", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for name, value in facts.items():
+        console.print(f"{name:>12}  {value}", highlight=False, soft_wrap=True, markup=False)
+
+
+def start_wandb(config: LogConfig, run: Path, values: Mapping[str, Any], job: str = "train") -> tuple[Any, str]:
+    """A W&B run that keeps its files in the run directory and its id over resumes, and a line that says where it is."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("log.wandb is on, but wandb is not installed: pip install wandb, or --log.no-wandb") from None
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        os.environ.setdefault(name, str(run.resolve()))
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+    identity = run / "wandb_id"
+    if not identity.exists():
+        identity.write_text(secrets.token_hex(4))
+    started = wandb.init(
+        project=config.project,
+        name=config.name or run.resolve().name,
+        id=identity.read_text(),
+        resume=None if mode == "offline" else "allow",
+        job_type=job,
+        mode=mode,  # type: ignore[arg-type]
+        config=dict(values),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    if mode == "offline":
+        why = "WANDB_MODE" if os.environ.get("WANDB_MODE") else "no API key"
+        where = run / "wandb"
+        return started, f"W&B: offline ({why}), files in {where}; `wandb sync {where}/offline-run-*` uploads them"
+    return started, f"W&B: {started.url or mode}"
+
+
+def mirror_reports(reports: Mapping[str, Report], out: Path) -> None:
+    """Mirrors evaluation reports, one per row of a table, into one W&B run: `eval/<protocol>/<metric>/<row>`."""
+    values = {row: report.to_dict() for row, report in reports.items()}
+    run, line = start_wandb(LogConfig(), out, values, job="eval")
+    run.log({f"{key}/{row}": value for row, report in reports.items() for key, value in report.flat().items()})
+    run.finish()
+    print(line, file=sys.stderr)
+
+
+def has_wandb_key() -> bool:
+    """Whether WANDB_API_KEY or a netrc entry of the W&B server is there."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    names = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    for path in (Path(n).expanduser() for n in names if n):
+        try:
+            if path.is_file() and netrc.netrc(path).authenticators(host):
+                return True
+        except (netrc.NetrcParseError, OSError):  # wandb itself reports a netrc that it cannot read
+            continue
+    return False
+
+
+def _drop_after(file: Any, step: int) -> None:
+    file.seek(0)
+    kept = []
+    for line in file:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except json.JSONDecodeError:  # the last line of a killed process
+            break
+    file.seek(0)
+    file.truncate()
+    file.writelines(kept)
+    file.flush()

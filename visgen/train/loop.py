@@ -1,0 +1,389 @@
+"""The training loop: one for every objective.
+
+`fit` = set up -> prepare -> resume -> per step: per turn (accumulate, clip, step) -> EMA -> log, preview, save.
+A step is a pure function of the state and its number: the data order, the learning rates and every random stream are
+keyed by it, so a resumed run repeats the uninterrupted one bit for bit on the CPU. The loop never waits for the device
+between two logging intervals.
+
+A net's buffers must be computed alike on every process (the loop does not broadcast them), and the micro-batches of a
+step are the same objects in each of its turns, so an objective can keep tensors per micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import accelerate
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from safetensors import SafetensorError
+from torch import nn
+from torch.utils.data import default_collate
+
+from visgen import checkpoint
+from visgen.config import UserError
+from visgen.data import Batch, Data, Samples, to_batch
+from visgen.objectives import Objective
+from visgen.train.ema import Ema, EmaConfig
+from visgen.train.log import Log, LogConfig, Meter, report
+from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
+from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
+
+BUILD, STEP, TURN = range(3)  # random streams
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimisation steps in all.
+        batch: samples of one step, over all processes and micro-batches together.
+        accumulation: micro-batches of one step, on each process.
+        precision: bf16 is autocast around each net's forward; tf32 lets fp32 matrix products and convolutions run in
+            TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
+        clip: largest gradient norm of a net, 0 for none.
+        compile: torch.compile each net's forward.
+        workers: data-reading processes of each process.
+        save_every, preview_every, log_every: in steps; the last step saves and previews too; 0 previews never.
+        keep_last: newest checkpoints that stay, 0 for all.
+        preview_images: samples of the preview batch, from the held-out split where the data have one.
+        seed: of weights, data order, augmentation and every training noise.
+        out: run directory; empty: runs/<name of the YAML>.
+        resume: auto (the newest checkpoint in `out`), never, or the run or step directory to start from.
+    """
+
+    steps: int = 10_000
+    batch: int = 64
+    accumulation: int = 1
+    precision: Literal["bf16", "tf32", "fp32"] = "bf16"
+    clip: float = 1.0
+    compile: bool = False
+    workers: int = 4
+    save_every: int = 1000
+    keep_last: int = 2
+    preview_every: int = 1000
+    preview_images: int = 16
+    log_every: int = 50
+    seed: int = 0
+    out: str = ""
+    resume: str = "auto"
+
+    def check(self) -> None:
+        """Raises `UserError` for a number that is out of range."""
+        least = {"steps": 1, "save_every": 1, "log_every": 1, "workers": 0, "keep_last": 0, "preview_every": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise UserError(f"loop.{name} is {getattr(self, name)}; it must be at least {low}")
+
+
+@dataclass
+class State:
+    """What a step needs or changes."""
+
+    accelerator: Accelerator
+    objective: Objective
+    run: Path
+    classes: list[str]
+    loop: LoopConfig
+    ema_config: EmaConfig
+    nets: dict[str, nn.Module]  # prepared
+    optimizers: dict[str, Any]
+    settings: dict[str, OptimConfig]
+    ema: Ema
+    rng: torch.Generator  # given to the objective; on the device
+    meter: Meter = field(default_factory=Meter)
+
+    def __post_init__(self) -> None:
+        self.trainable = {n: [p for p in net.parameters() if p.requires_grad] for n, net in self.nets.items()}
+
+
+def fit(
+    objective: Objective,
+    data: Data,
+    run: Path,
+    accelerator: Accelerator,
+    *,
+    loop: LoopConfig,
+    optim: OptimConfig,
+    ema: EmaConfig,
+    log: LogConfig,
+    resume: Path | None = None,
+    values: Mapping[str, Any] | None = None,
+    preview_data: Callable[[], Data] | None = None,
+) -> None:
+    """Trains `objective` on `data` in the run directory `run`.
+
+    Args:
+        resume: a step directory to continue from.
+        values: the resolved config, for W&B.
+        preview_data: makes the data that is previewed; default `data`.
+
+    Raises:
+        UserError: settings that do not fit together, what the objective's `setup` refuses, a loss that is not finite.
+    """
+    loop.check()
+    check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
+    objective.setup(data)
+    state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
+    start = load(state, resume) if resume is not None else 0
+    if accelerator.is_main_process:
+        checkpoint.clean(run)
+        _keep_tokenizer(objective, run)
+    out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
+    try:
+        if accelerator.is_main_process:
+            _report(state, data, out, start)
+        if start >= loop.steps:
+            out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
+        preview = _preview_batch(state, preview_data or (lambda: data))
+        clock, since = time.monotonic(), start
+        for step, batches in enumerate(_batches(state, data, start), start):
+            train_step(state, batches, step)
+            done = step + 1
+            out.advance()
+            saving = _due(done, loop.save_every, loop.steps)
+            if saving or done % loop.log_every == 0:
+                means = read_meter(state, step)  # also before every save: a poisoned state is never saved
+                rate = (done - since) * loop.batch / (time.monotonic() - clock)
+                facts = {"epoch": done * loop.batch / len(data), "images_per_s": rate}
+                out.metrics(done, {**means, **facts}, f"{objective.export}/loss")
+                clock, since = time.monotonic(), done
+            pause = time.monotonic()
+            if preview is not None and _due(done, loop.preview_every, loop.steps):
+                _preview(state, preview, done, out)
+            if saving:
+                save(state, done)
+            clock += time.monotonic() - pause
+    finally:
+        out.close()
+
+
+def make_accelerator(loop: LoopConfig) -> Accelerator:
+    """The processes and devices of this launch; the CPU where there is no CUDA device."""
+    torch.set_float32_matmul_precision("highest" if loop.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = loop.precision != "fp32"
+    return Accelerator(
+        mixed_precision="bf16" if loop.precision == "bf16" else "no",
+        cpu=None if torch.cuda.is_available() else True,
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+
+
+def prepare(
+    objective: Objective,
+    run: Path,
+    classes: list[str],
+    accelerator: Accelerator,
+    loop: LoopConfig,
+    optim: OptimConfig,
+    ema: EmaConfig,
+) -> State:
+    """Moves, compiles and wraps the nets, each with its optimiser; frozen modules are only moved."""
+    overrides = getattr(objective, "optim_overrides", {})
+    nets, optimizers, settings = {}, {}, {}
+    for name, net in objective.nets.items():
+        settings[name] = override(optim, overrides.get(name))
+        settings[name].check(loop.steps)
+        net.to(accelerator.device).train()
+        optimizer = build_optimizer(net, settings[name], getattr(objective, "no_decay", ()))
+        if loop.compile:
+            net.forward = torch.compile(net.forward)
+        nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
+    for module in objective.frozen.values():
+        module.to(accelerator.device).requires_grad_(False).eval()
+    average = Ema(objective.exported(), ema.decay)
+    accelerator.register_for_checkpointing(average)
+    if hasattr(objective, "state_dict"):
+        accelerator.register_for_checkpointing(objective)
+    rng = torch.Generator(accelerator.device)
+    return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, rng)
+
+
+# ----------------------------------------------------------------------------------------------------- one step
+
+
+def train_step(state: State, batches: list[Batch], step: int) -> None:
+    """All turns of step `step` (counted from 0) on its micro-batches, then the average."""
+    seed_process(state.loop.seed, STEP, step, state.accelerator.process_index)  # dropout draws from the global streams
+    for turn, name in enumerate(state.objective.turns(step)):
+        take_turn(state, name, turn, batches, step)
+    state.ema.update_parameters(state.objective.exported())
+
+
+def take_turn(state: State, name: str, turn: int, batches: list[Batch], step: int) -> None:
+    """One optimiser step of net `name`, its gradient averaged over micro-batches and processes."""
+    accelerator, net, optimizer, meter = state.accelerator, state.nets[name], state.optimizers[name], state.meter
+    rate = learning_rate(state.settings[name], step, state.loop.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if len(state.nets) > 1:  # the loss reaches through other nets, their gradients are not wanted
+        for other, parameters in state.trainable.items():
+            for parameter in parameters:
+                parameter.requires_grad_(other == name)
+    state.rng.manual_seed(random_key(state.loop.seed, TURN, step, turn, accelerator.process_index))
+    for i, batch in enumerate(batches):
+        last = i == len(batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(net):
+            loss, logs = state.objective.loss(name, state.nets, batch, step, state.rng)
+            accelerator.backward(loss / len(batches))
+        for key, value in {"loss": loss, **logs}.items():
+            meter.add(f"{name}/{key}", value)
+        meter.watch(f"{name}: the loss", loss, step)
+    if state.loop.clip:
+        norm = accelerator.clip_grad_norm_(state.trainable[name], state.loop.clip)
+        meter.add(f"{name}/grad_norm", norm)
+        meter.watch(f"{name}: the gradient", norm, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def read_meter(state: State, step: int) -> dict[str, float]:
+    """Means since the last read, and the learning rates of `step`. Stops the run where something was not finite."""
+    means, bad = state.meter.read(state.accelerator)
+    if bad:
+        what, first = min(bad.items(), key=lambda item: (item[1], "loss" not in item[0]))
+        kept = checkpoint.find_steps(state.run)
+        where = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise UserError(
+            f"{what} is not finite at step {first + 1}; {where}; lower optim.lr, lengthen optim.warmup or look at the "
+            "data of that step"
+        )
+    rates = {f"{n}/lr": learning_rate(s, step, state.loop.steps) for n, s in state.settings.items()}
+    return {**means, **rates}
+
+
+def random_key(*key: int) -> int:
+    """63 random bits that are a function of `key`."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def seed_process(*key: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch (CPU and CUDA)."""
+    seed = random_key(*key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(state: State, step: int) -> None:
+    """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`."""
+    accelerator, final = state.accelerator, state.run / checkpoint.step_name(step)
+    temporary = checkpoint.unfinished(final)
+    if accelerator.is_main_process:
+        temporary.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(temporary / "state"))
+    if accelerator.is_main_process:
+        objective = state.objective
+        metadata = {"step": step, "objective": type(objective).__module__.rpartition(".")[2]}
+        config, dtype = objective.exported().config, DTYPES[state.ema_config.save_dtype]
+        extra = {**metadata, "classes": json.dumps(state.classes)}
+        checkpoint.save_module(temporary / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
+        facts = {
+            **metadata,
+            "samples": step * state.loop.batch,
+            "processes": accelerator.num_processes,
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+            "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        (temporary / checkpoint.META).write_text(json.dumps(facts, indent=1) + "\n")
+    accelerator.wait_for_everyone()  # every process has written its random state
+    if accelerator.is_main_process:
+        checkpoint.publish(final)
+        checkpoint.keep_last(state.run, state.loop.keep_last)
+    accelerator.wait_for_everyone()
+
+
+def load(state: State, path: Path) -> int:
+    """Restores everything from the step directory `path`; the number of steps done."""
+    try:
+        state.accelerator.load_state(str(path / "state"))
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path / 'state'} does not fit this config or is damaged: {reason[:300]}") from error
+    return int(json.loads((path / checkpoint.META).read_text())["step"])
+
+
+def _keep_tokenizer(objective: Objective, run: Path) -> None:
+    """Copies a frozen tokenizer beside the run, once: a directory is all that sampling needs."""
+    tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
+    if tokenizer is not None and not path.exists():
+        checkpoint.save_module(path, tokenizer, tokenizer.config)
+
+
+# ------------------------------------------------------------------------------------------------------ helpers
+
+
+def _batches(state: State, data: Data, start: int) -> Iterator[list[Batch]]:
+    """The micro-batches of every step from `start` on, on the device."""
+    accelerator, loop = state.accelerator, state.loop
+    order = Order(len(data), loop.batch, loop.seed)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    keys = MicroBatches(order, start, loop.steps, rank, world, loop.accumulation)
+    source = micro_batches(data, keys, loop.seed, loop.workers, pin=accelerator.device.type == "cuda")
+    for _ in range(start, loop.steps):
+        yield [to_batch(next(source), accelerator.device) for _ in range(loop.accumulation)]
+
+
+def _due(done: int, every: int, steps: int) -> bool:
+    return every > 0 and (done % every == 0 or done == steps)
+
+
+def _preview_batch(state: State, source: Callable[[], Data]) -> Batch | None:
+    """Evenly spaced samples; None where this process draws no previews."""
+    if not (state.loop.preview_every and state.accelerator.is_main_process):
+        return None
+    data = source()
+    count = min(state.loop.preview_images, len(data))
+    samples = Samples(data, state.loop.seed)
+    chosen = [samples[(i * len(data) // count, 0)] for i in range(count)]
+    return to_batch(default_collate(chosen), state.accelerator.device)
+
+
+@torch.no_grad()
+def _preview(state: State, batch: Batch, done: int, out: Log) -> None:
+    images = state.objective.preview(state.ema.module, batch, state.loop.seed)
+    if images is not None:
+        out.images(done, images)
+
+
+def _report(state: State, data: Data, out: Log, start: int) -> None:
+    loop, accelerator = state.loop, state.accelerator
+    rows = []
+    for name, net in state.objective.nets.items():
+        optim = state.settings[name]
+        trainable = sum(p.numel() for p in state.trainable[name])
+        plan = f"{optim.method} lr {optim.lr * optim.lr_scale:g} {optim.schedule}, warm-up {optim.warmup}"
+        rows.append((name, f"{_size(net):,}", f"{trainable:,}", plan))
+    rows += [(name, f"{_size(module):,}", "0", "frozen") for name, module in state.objective.frozen.items()]
+    each = loop.batch // (accelerator.num_processes * loop.accumulation)
+    epochs = loop.steps * loop.batch / len(data)
+    facts = {
+        "data": f"{type(data).__module__.rpartition('.')[2]}, {len(data):,} samples, {len(data.classes)} classes",
+        "steps": f"{loop.steps:,} ({epochs:.2f} epochs)" + (f", resumed after {start:,}" if start else ""),
+        "batch": f"{loop.batch} = {accelerator.num_processes} processes x {loop.accumulation} micro-batches x {each}",
+        "precision": loop.precision + (", compiled" if loop.compile else ""),
+        "average": f"decay {state.ema_config.decay:g} of {state.objective.export}",
+        "device": torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "cpu",
+        "run": state.run,
+    }
+    report(out.console, rows, facts)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,185 @@
+"""The training program: `python train.py CONFIG.yaml [--flags]`, also installed as `visgen-train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from visgen import checkpoint
+from visgen import config as configs
+from visgen.config import UserError, plugin
+from visgen.data import Data
+from visgen.train.ema import EmaConfig
+from visgen.train.log import LogConfig
+from visgen.train.loop import BUILD, LoopConfig, fit, make_accelerator, seed_process
+from visgen.train.optim import OptimConfig
+
+# Keys that may differ between a run and its continuation: they change neither the data, the maths nor the schedule.
+_NEUTRAL_LOOP = ("accumulation", "compile", "workers", "save_every", "keep_last", "preview_every", "preview_images")
+NEUTRAL = ("log", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Trains what `objective` says on `data`.
+
+    Attributes:
+        dry_run: build every net without memory, read no file, print {net: parameters} as JSON and stop.
+    """
+
+    objective: Any = plugin("visgen.objectives", "next_token")
+    data: Any = plugin("visgen.data", "synthetic")
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    dry_run: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; a `UserError` is one line on stderr and exit code 2."""
+    configs.run_program(lambda: train(list(sys.argv[1:] if argv is None else argv)))
+
+
+def train(argv: list[str]) -> None:
+    """Reads the config, checks the run directory, builds data and objective, and trains.
+
+    Raises:
+        UserError: see `config.load`, `open_run` and `loop.fit`.
+    """
+    config = configs.load(TrainConfig, argv, prog="train.py")
+    if config.dry_run:
+        print(json.dumps(parameters(config)))
+        return
+    config = with_run(config, argv)
+    loop, run = config.loop, Path(config.loop.out)
+    loop.check()
+    resume = open_run(config, run)
+    accelerator = make_accelerator(loop)
+    accelerator.wait_for_everyone()  # all have compared their config with the run's
+    seed_process(loop.seed, BUILD)
+    data: Data = configs.build(config.data, "train")
+    objective = configs.build(config.objective)
+    if accelerator.is_main_process and (resume is None or resume.parent.resolve() != run.resolve()):
+        write_config(config, run)
+    fit(
+        objective,
+        data,
+        run,
+        accelerator,
+        loop=loop,
+        optim=config.optim,
+        ema=config.ema,
+        log=config.log,
+        resume=resume,
+        values=configs.dump(config),
+        preview_data=lambda: held_out(config, data),
+    )
+    accelerator.end_training()
+
+
+def parameters(config: TrainConfig) -> dict[str, int]:
+    """Number of parameters of every net, counted on the meta device."""
+    with torch.device("meta"):
+        objective = configs.build(config.objective)
+    return {name: sum(p.numel() for p in net.parameters()) for name, net in objective.nets.items()}
+
+
+def with_run(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """`config` with its run directory filled in: runs/<stem of the last YAML>, or runs/<objective>."""
+    if config.loop.out:
+        return config
+    files = []
+    for word in argv:
+        if word.startswith("-"):
+            break
+        files.append(word)
+    name = Path(files[-1]).stem if files else configs.kind_of(config.objective)
+    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, out=str(Path("runs") / name)))
+
+
+def open_run(config: TrainConfig, run: Path) -> Path | None:
+    """Makes the run directory and finds the step to continue from, None to start anew.
+
+    Raises:
+        UserError: it cannot be written, or its checkpoints are of another config.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run):
+            pass
+    except OSError as error:
+        raise UserError(f"run directory {run} cannot be written ({error.strerror}); choose another loop.out") from None
+    mode, steps = config.loop.resume, checkpoint.find_steps(run)
+    if mode == "auto":
+        if not steps:
+            return None
+        compare_config(config, run)
+        return steps[-1]
+    if steps:
+        raise UserError(
+            f"run directory {run} holds checkpoints already, loop.resume is '{mode}'; choose another loop.out, "
+            "remove it, or continue it with loop.resume auto"
+        )
+    if mode == "never":
+        return None
+    step = checkpoint.find_step(mode)
+    if not (step / "state").is_dir():
+        raise UserError(f"loop.resume: {step} holds weights only, no training state; pass a step of a training run")
+    return step
+
+
+def compare_config(config: TrainConfig, run: Path) -> None:
+    """Refuses to continue `run` under a config that differs in more than `NEUTRAL` keys."""
+    path = run / "config.yaml"
+    old = _flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
+    new = _flat(configs.dump(config))
+    changed = [
+        f"{key} ({old.get(key, 'absent')} there, {new.get(key, 'absent')} now)"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{n}.") for n in NEUTRAL)
+    ]
+    if changed:
+        raise UserError(
+            f"run directory {run} was made with another config: {', '.join(changed)}; undo that, choose another "
+            f"loop.out, or start from its weights with --loop.resume {run} in another loop.out"
+        )
+
+
+def write_config(config: TrainConfig, run: Path) -> None:
+    """Writes `config.yaml`, which `train.py` takes again."""
+    temporary = run / ".config.yaml.tmp"
+    temporary.write_text(yaml.safe_dump(configs.dump(config), sort_keys=False))
+    os.replace(temporary, run / "config.yaml")
+
+
+def held_out(config: TrainConfig, data: Data) -> Data:
+    """The held-out split; `data` where there is none, which is said."""
+    try:
+        return configs.build(config.data, "held_out")
+    except UserError as error:
+        print(f"previews are of training samples: {error}", file=sys.stderr)
+        return data
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return out
+
+
+if __name__ == "__main__":
+    main()
