@@ -244,7 +244,7 @@ def test_defaults_and_types() -> None:
     assert config == Top() and type(config) is Top and type(config.inner) is Inner
     assert type(config.toy) is type(ball()) and config.spare is None
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.count = 2  # type: ignore[misc]
+        config.count = 2
 
 
 def test_help_lists_the_fields_and_their_meaning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 
 import visgen
+from visgen.decode.guidance import Guidance
+from visgen.decode.warp import Warp
 from visgen.sample import Progress, grid, main
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +55,7 @@ def test_writes_a_grid_and_single_pictures_with_their_settings(
     assert {k: v for k, v in whole.items() if k in found} == {k: v for k, v in found.items() if k in whole}
 
     generator = visgen.load(str(checkpoint_dir), device="cpu")
-    guidance, warp = visgen.decode.guidance.Guidance(2.0, schedule="linear"), visgen.decode.warp.Warp(top_k=9)
+    guidance, warp = Guidance(2.0, schedule="linear"), Warp(top_k=9)
     expected = generator.sample([found["label"]], [found["seed"]], guidance, warp).pixels[0]
     assert np.array_equal(np.array(Image.open(out / "0000_000044.png")).transpose(2, 0, 1), expected.numpy())
 

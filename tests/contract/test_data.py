@@ -132,7 +132,7 @@ def test_samples_have_the_promised_shapes_and_ranges(source: Open) -> None:
                 assert sample["pixels"].ndim == 4 and tuple(sample["pixels"].shape[2:]) == tuple(data.image_size)
             else:
                 assert sample["tokens"].dtype == torch.int64 and sample["tokens"].ndim == 1
-                assert int(sample["tokens"].min()) >= 0 and int(sample["tokens"].max()) < data.vocab  # type: ignore[attr-defined]
+                assert int(sample["tokens"].min()) >= 0 and int(sample["tokens"].max()) < data.vocab
 
 
 def test_a_sample_depends_on_its_key_alone(source: Open) -> None:
@@ -169,7 +169,7 @@ def test_views_of_pixels(source: Open) -> None:
             data.views([0], "center")
         return
     for kind, count in (("center", 1), ("flip", 2)):
-        views = data.views([1, 2], kind)  # type: ignore[arg-type]
+        views = data.views([1, 2], kind)
         assert views["pixels"].dtype == torch.uint8 and views["pixels"].shape[:3] == (2, count, 1)
         assert torch.equal(views["pixels"][:, 0], data.get_many([1, 2])["pixels"])
         assert torch.equal(
@@ -181,13 +181,13 @@ def test_views_of_pixels(source: Open) -> None:
 def test_the_loader_gets_what_the_keys_say(source: Open) -> None:
     data = source()
     keys = [(3, 0), (1, 0), (3, 1), (0, 5)]
-    loader: Any = DataLoader(Samples(data, seed=4), batch_size=4, sampler=keys)  # type: ignore[arg-type]
+    loader: Any = DataLoader(Samples(data, seed=4), batch_size=4, sampler=keys)
     batch = to_batch(next(iter(loader)), "cpu")
     assert batch["index"].tolist() == [3, 1, 3, 0]
     assert batch["label"].tolist() == [data.get(i)["label"] for i, _ in keys]
     name = "pixels" if "pixels" in batch else "tokens"
     expected = torch.stack([data.get(i, np.random.default_rng((4, epoch, i)))[name] for i, epoch in keys])
-    assert torch.equal(batch[name], expected.float() / 127.5 - 1 if name == "pixels" else expected)  # type: ignore[literal-required]
+    assert torch.equal(batch[name], expected.float() / 127.5 - 1 if name == "pixels" else expected)
     assert name == "tokens" or (batch["pixels"].min() >= -1 and batch["pixels"].max() <= 1)
 
 

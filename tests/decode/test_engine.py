@@ -215,6 +215,14 @@ def test_padding_has_no_effect_on_tokens(worded: Model) -> None:
         worded.condition = original
 
 
+def test_a_padding_slot_sees_itself(worded: Model) -> None:
+    """No query is left without a key, for which attention kernels return NaN or 0 as they please (spec 2.6)."""
+    given = worded.condition({"label": LABELS})
+    first = worded.backbone(TOKENS[:, :-1], None, cond=given)[:, 0]  # causal: it sees itself alone
+    padded = worded.backbone(TOKENS[:, :-1], None, cond=Prefix(given.vectors, VISIBLE))
+    assert torch.allclose(padded[:, 0], first, atol=1e-5) and padded.isfinite().all()
+
+
 def test_prefixes_stack_with_their_padding() -> None:
     a, b = Prefix(torch.zeros(2, 3, 4)), Prefix(torch.ones(2, 3, 4))
     assert Prefix.cat([a, b]).vectors.shape == (4, 3, 4) and Prefix.cat([a, b]).visible is None

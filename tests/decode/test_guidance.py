@@ -17,7 +17,7 @@ from visgen.decode.guidance import Guidance
 @pytest.mark.parametrize("scale", [0.0, 0.5, 4.0])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_weights_equal_the_twin(schedule: str, interval: tuple[float, float], scale: float, tokens: int) -> None:
-    guidance = Guidance(scale, interval, schedule)  # type: ignore[arg-type]
+    guidance = Guidance(scale, interval, schedule)
     index = torch.arange(tokens).flip(0).expand(2, -1)
     weights = guidance.weights(index, tokens)
     assert weights.shape == (2, 2, tokens) and weights.dtype == torch.float32

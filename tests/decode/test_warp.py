@@ -107,4 +107,4 @@ def test_the_given_logits_are_left_alone() -> None:
 )
 def test_impossible_values_are_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=f"^{field} {value} must be"):
-        Warp(**{field: value})  # type: ignore[arg-type]
+        Warp(**{field: value})

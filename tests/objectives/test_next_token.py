@@ -133,7 +133,7 @@ def test_pixels_are_encoded_without_autocast_and_without_gradient(objective: Nex
         assert not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
         return torch.full((len(pixels), N), 5)
 
-    objective.frozen["tokenizer"] = SimpleNamespace(encode=encode)  # type: ignore[assignment]
+    objective.frozen["tokenizer"] = SimpleNamespace(encode=encode)
     batch: Any = {"pixels": torch.zeros(2, 1, 3, 8, 8), "label": torch.tensor([0, 1])}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (objective.tokens(batch) == 5).all()

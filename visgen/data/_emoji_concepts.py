@@ -101,6 +101,7 @@ SERIES = [
         (r"^BELL( WITH|$)", "bell"),
         (r"(PLACE|SPORTS) MEDAL$", "medal"),
         (r"HEART SUIT$", "heart"),
+        (r"^(FE)?MALE SIGN$|^TRANSGENDER SYMBOL$", "gender sign"),
         (r"^STAR OF DAVID$|^SIX POINTED STAR", "star of david"),
         (r"^(LATIN|ORTHODOX) CROSS$", "cross"),
     )
