@@ -42,8 +42,10 @@ class World:
     def current() -> World:
         """From `accelerate launch`; one process otherwise."""
         from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
 
-        state = PartialState()
+        # unless told, accelerate takes the processes of a CPU launch for separate runs
+        state = PartialState(cpu=not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU"))
         return World(state.process_index, state.num_processes)
 
     def sum(self, value: Tensor) -> Tensor:

@@ -103,7 +103,6 @@ class VQ(Quantizer):
     def _may_restart(self) -> bool:
         return self.training and (self.config.init_after >= 0 or self.config.restart_below > 0)
 
-    @torch.compiler.disable  # rare work, and inductor's int32 index arithmetic overflows in its hash
     @torch.no_grad()
     def _restart(self, flat: Tensor) -> Tensor:
         """Redraws dead codes (at the first quantised step: all) from flat [M, C]; returns how many.
@@ -126,14 +125,15 @@ class VQ(Quantizer):
     def _candidates(self, flat: Tensor, weight: Tensor) -> Tensor:
         """Rows of flat [M, C] drawn without replacement by weight [M] -> [codes, C], in order, the same on all ranks.
 
-        An exponential race (Efraimidis & Spirakis, 2006): the largest w / -log(u). The u are a multiplicative hash
-        of (step, rank, token). A batch with fewer tokens than codes repeats its rows.
+        An exponential race (Efraimidis & Spirakis, 2006): the largest w / -log(u). The u are a Weyl sequence over
+        (step, rank, token), float64 since compilers count indices in int32. A batch with fewer tokens than codes
+        repeats its rows.
         """
         world, rank = _world()
         wanted = math.ceil(self.vocab / world)
         token = torch.arange(flat.shape[0], device=flat.device)
-        hashed = (token * 2654435769 + (self.steps * world + rank) * 1597334677) & 0xFFFFFFFF
-        u = (hashed.float() / 2**32).clamp(1e-6, 1 - 1e-6)
+        phase = token.double() * 0.6180339887498949 + (self.steps * world + rank).double() * 0.3719080126542381
+        u = phase.frac().float().clamp(1e-6, 1 - 1e-6)
         best = ((weight + 1e-12) / -u.log()).topk(min(wanted, flat.shape[0])).indices
         rows = flat[best[torch.arange(wanted, device=flat.device) % best.shape[0]]].contiguous()
         if world > 1:

@@ -195,19 +195,24 @@ def prepare(
     for name, net in objective.nets.items():
         settings[name] = override(optim, overrides.get(name))
         settings[name].check(loop.steps)
-        net.to(accelerator.device).train()
+        _place(net, accelerator.device).train()
         optimizer = build_optimizer(net, settings[name], getattr(objective, "no_decay", ()))
         if loop.compile:
             net.forward = torch.compile(net.forward)
         nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
     for module in objective.frozen.values():
-        module.to(accelerator.device).requires_grad_(False).eval()
+        _place(module, accelerator.device).requires_grad_(False).eval()
     average = Ema(objective.exported(), ema.decay)
     accelerator.register_for_checkpointing(average)
     if hasattr(objective, "state_dict"):
         accelerator.register_for_checkpointing(objective)
     rng = torch.Generator(accelerator.device)
     return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, rng)
+
+
+def _place(module: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a module; on a GPU kernels of convolutions lie channels-last, which saves cuDNN a transposition each."""
+    return module.to(device, memory_format=torch.channels_last) if device.type == "cuda" else module.to(device)
 
 
 # ----------------------------------------------------------------------------------------------------- one step
