@@ -54,6 +54,10 @@ class Objective(ABC):
         """Images [B, 3, H, W] in [-1, 1] for the logger, made with `model` (the EMA of the exported module)."""
         return None
 
+    def held_out(self, model: nn.Module, batch: Batch) -> Logs:
+        """Means over a held-out batch, e.g. `nats_per_token`, with `model` (the EMA of the exported module)."""
+        return {}
+
     def exported(self) -> Any:
         """The module that is saved for sampling; it has `.config`."""
         return self.nets[self.export].model

@@ -116,6 +116,9 @@ class NextToken(Objective):
         drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < rate
         return nets[name](tokens, batch, drop)
 
+    def held_out(self, model: nn.Module, batch: Batch) -> Logs:
+        return {"nats_per_token": model.loss(self.tokens(batch), batch, None).mean()}  # type: ignore[operator]
+
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer, settings = self.frozen.get("tokenizer"), self.config.preview
         if tokenizer is None:

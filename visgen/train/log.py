@@ -113,8 +113,9 @@ class Log:
         if self.main:
             self.bar.advance(self.task)
 
-    def metrics(self, step: int, values: Mapping[str, float], loss: str) -> None:
-        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows images/s and `values[loss]`."""
+    def metrics(self, step: int, values: Mapping[str, float], loss: str | None = None) -> None:
+        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows images/s and `values[loss]`, or
+        all values where `loss` is not named."""
         if not self.main:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
@@ -122,7 +123,10 @@ class Log:
         self.file.flush()
         if self.wandb is not None:
             self.wandb.log(dict(values), step=step)
-        text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
+        if loss is None:
+            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        else:
+            text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
         self.bar.update(self.task, text=text)
         if not self.console.is_terminal:
             self.console.print(f"step {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)

@@ -34,6 +34,7 @@ from visgen.config import UserError
 from visgen.data import Batch, Data, Samples, to_batch
 from visgen.objectives import Objective
 from visgen.train.ema import Ema, EmaConfig
+from visgen.train.held_out import held_out_losses
 from visgen.train.log import Log, LogConfig, Meter, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
@@ -56,6 +57,8 @@ class LoopConfig:
         compile: torch.compile each net's forward.
         workers: data-reading processes of each process.
         save_every, preview_every, log_every: in steps; the last step saves and previews too; 0 previews never.
+        eval_every: held-out losses of the weight average, in steps; 0 never.
+        eval_samples: held-out samples they are taken over.
         keep_last: newest checkpoints that stay, 0 for all.
         preview_images: samples of the preview batch, from the held-out split where the data have one.
         seed: of weights, data order, augmentation and every training noise.
@@ -73,6 +76,8 @@ class LoopConfig:
     save_every: int = 1000
     keep_last: int = 2
     preview_every: int = 1000
+    eval_every: int = 0
+    eval_samples: int = 2000
     preview_images: int = 16
     log_every: int = 50
     seed: int = 0
@@ -81,7 +86,16 @@ class LoopConfig:
 
     def check(self) -> None:
         """Raises `UserError` for a number that is out of range."""
-        least = {"steps": 1, "save_every": 1, "log_every": 1, "workers": 0, "keep_last": 0, "preview_every": 0}
+        least = {
+            "eval_samples": 1,
+            "steps": 1,
+            "save_every": 1,
+            "log_every": 1,
+            "workers": 0,
+            "keep_last": 0,
+            "preview_every": 0,
+            "eval_every": 0,
+        }
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UserError(f"loop.{name} is {getattr(self, name)}; it must be at least {low}")
@@ -120,14 +134,14 @@ def fit(
     log: LogConfig,
     resume: Path | None = None,
     values: Mapping[str, Any] | None = None,
-    preview_data: Callable[[], Data] | None = None,
+    held_out: Callable[[], Data] | None = None,
 ) -> None:
     """Trains `objective` on `data` in the run directory `run`.
 
     Args:
         resume: a step directory to continue from.
         values: the resolved config, for W&B.
-        preview_data: makes the data that is previewed; default `data`.
+        held_out: makes the data that previews and held-out losses are of; default `data`.
 
     Raises:
         UserError: settings that do not fit together, what the objective's `setup` refuses, a loss that is not finite.
@@ -146,7 +160,8 @@ def fit(
             _report(state, data, out, start)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
-        preview = _preview_batch(state, preview_data or (lambda: data))
+        spare = (held_out or (lambda: data))() if accelerator.is_main_process else data
+        preview = _preview_batch(state, spare)
         clock, since = time.monotonic(), start
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)
@@ -162,6 +177,8 @@ def fit(
             pause = time.monotonic()
             if preview is not None and _due(done, loop.preview_every, loop.steps):
                 _preview(state, preview, done, out)
+            if accelerator.is_main_process and _due(done, loop.eval_every, loop.steps):
+                out.metrics(done, _held_out(state, spare))
             if saving:
                 save(state, done)
             clock += time.monotonic() - pause
@@ -212,7 +229,8 @@ def prepare(
 
 def _place(module: nn.Module, device: torch.device) -> nn.Module:
     """Moves a module; on a GPU kernels of convolutions lie channels-last, which saves cuDNN a transposition each."""
-    return module.to(device, memory_format=torch.channels_last) if device.type == "cuda" else module.to(device)
+    module.to(device)
+    return module.to(memory_format=torch.channels_last) if device.type == "cuda" else module
 
 
 # ----------------------------------------------------------------------------------------------------- one step
@@ -349,15 +367,21 @@ def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
 
 
-def _preview_batch(state: State, source: Callable[[], Data]) -> Batch | None:
+def _preview_batch(state: State, data: Data) -> Batch | None:
     """Evenly spaced samples; None where this process draws no previews."""
     if not (state.loop.preview_every and state.accelerator.is_main_process):
         return None
-    data = source()
     count = min(state.loop.preview_images, len(data))
     samples = Samples(data, state.loop.seed)
     chosen = [samples[(i * len(data) // count, 0)] for i in range(count)]
     return to_batch(default_collate(chosen), state.accelerator.device)
+
+
+def _held_out(state: State, data: Data) -> dict[str, float]:
+    loop = state.loop
+    return held_out_losses(
+        state.objective, state.ema.module, data, loop.eval_samples, loop.batch, state.accelerator.device
+    )
 
 
 @torch.no_grad()

@@ -25,7 +25,17 @@ from visgen.train.loop import BUILD, LoopConfig, fit, make_accelerator, seed_pro
 from visgen.train.optim import OptimConfig
 
 # Keys that may differ between a run and its continuation: they change neither the data, the maths nor the schedule.
-_NEUTRAL_LOOP = ("accumulation", "compile", "workers", "save_every", "keep_last", "preview_every", "preview_images")
+_NEUTRAL_LOOP = (
+    "accumulation",
+    "compile",
+    "workers",
+    "save_every",
+    "keep_last",
+    "preview_every",
+    "preview_images",
+    "eval_every",
+    "eval_samples",
+)
 NEUTRAL = ("log", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
 
 
@@ -83,7 +93,7 @@ def train(argv: list[str]) -> None:
         log=config.log,
         resume=resume,
         values=configs.dump(config),
-        preview_data=lambda: held_out(config, data),
+        held_out=lambda: held_out(config, data),
     )
     accelerator.end_training()
 
@@ -168,7 +178,7 @@ def held_out(config: TrainConfig, data: Data) -> Data:
     try:
         return configs.build(config.data, "held_out")
     except UserError as error:
-        print(f"previews are of training samples: {error}", file=sys.stderr)
+        print(f"previews and held-out losses are of training samples: {error}", file=sys.stderr)
         return data
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from visgen.config import UserError
 from visgen.data import Data
@@ -30,4 +31,4 @@ class Toy(Data):
             raise UserError(f"image {index}.png cannot be read; remove it")
         base = np.random.default_rng(index).integers(0, 200, (1, 3, 4, 4))
         noise = 0 if rng is None else rng.integers(0, 50, base.shape)
-        return {"pixels": (base + noise).astype(np.uint8), "label": index % 2}
+        return {"pixels": torch.as_tensor((base + noise).astype(np.uint8)), "label": index % 2}

@@ -1,0 +1,59 @@
+"""Held-out losses: right means, and training that does not notice them."""
+
+import pytest
+import torch
+from test_loop import NOISY, same, state_of
+from toy import metrics, plugins, train
+
+from visgen import checkpoint
+from visgen.config import plugin_config
+from visgen.data import to_batch
+from visgen.data.synthetic import Config, Synthetic
+from visgen.model import ModelConfig
+from visgen.objectives import next_token
+from visgen.train.held_out import held_out_losses
+
+
+class Counting:
+    """Returns the mean index parity of a batch, so that a wrong weighting shows."""
+
+    def held_out(self, model, batch):
+        return {"label": batch["label"].float().mean()}
+
+
+def test_every_sample_weighs_the_same_whatever_the_batch():
+    data = Synthetic(Config(image_size=8, n_held_out=23), "held_out")
+    truth = float(data.get_many(range(23))["label"].float().mean())
+    for batch in (1, 5, 23, 64):
+        found = held_out_losses(Counting(), torch.nn.Identity(), data, 100, batch, torch.device("cpu"))
+        assert found == {"held_out/label": pytest.approx(truth, abs=1e-6)}
+
+
+def test_training_does_not_notice_and_the_log_has_the_line(tmp_path):
+    with plugins():
+        plain = train(tmp_path / "plain", *NOISY)
+        watched = train(tmp_path / "watched", *NOISY, "--loop.eval-every", "2", "--loop.eval-samples", "5")
+    last = [state_of(checkpoint.find_step(run)) for run in (plain, watched)]
+    assert same(*last)
+    lines = [line for line in metrics(watched) if "held_out/error" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert lines[-1]["held_out/error"] < lines[0]["held_out/error"]
+    assert [line for line in metrics(watched) if "held_out/error" not in line] == metrics(plain)
+
+
+def test_next_token_is_the_plain_cross_entropy():
+    model = ModelConfig(
+        grid=(1, 2, 2),
+        vocab=7,
+        backbone=plugin_config("visgen.backbones", "ar", layers=1, heads=1, width=8),
+        condition=plugin_config("visgen.conditions", "label", classes=3, dropout=1.0),
+    )
+    objective = next_token.NextToken(next_token.Config(model=model))
+    net = objective.exported().eval()
+    torch.nn.init.normal_(net.head.output.weight)
+    tokens, label = torch.randint(0, 7, (5, 4)), torch.tensor([0, 1, 2, 0, 1])
+    batch = to_batch({"tokens": tokens, "label": label}, "cpu")
+    found = objective.held_out(net, batch)["nats_per_token"]
+    assert float(found) == pytest.approx(float(net.loss(tokens, {"label": label}, None).mean()))
+    other = objective.held_out(net, to_batch({"tokens": tokens, "label": (label + 1) % 3}, "cpu"))["nats_per_token"]
+    assert float(found) != pytest.approx(float(other)), "labels are not dropped"
