@@ -112,7 +112,7 @@ def test_the_loop_equals_plain_torch(tmp_path):
         optimizers[name] = torch.optim.AdamW(groups, betas=(0.5, 0.9) if name == "critic" else (0.9, 0.95))
     for step in range(6):
         samples = [Samples(data, 0)[key] for key in Order(40, 8, 0).step(step)]
-        real = torch.stack([torch.from_numpy(s["pixels"]) for s in samples]).flatten(1).float() / 127.5 - 1
+        real = torch.stack([torch.as_tensor(s["pixels"]) for s in samples]).flatten(1).float() / 127.5 - 1
         factor = (step + 1) / 2 if step < 2 else (1 + math.cos(math.pi * (step - 2) / 4)) / 2
         fake = None
         for name in ["model", "critic"] if step >= 2 else ["model"]:
