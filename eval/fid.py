@@ -80,6 +80,8 @@ def main() -> None:
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ev.check_size(plan, ref_n, extractor, settings.allow_small)
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
+    if generator:
+        ev.check_match(held_out, generator.tokenizer, generator.class_count)
     train = configs.build(settings.data, "train") if set(settings.rows) - {"generated"} else None
     with Progress("reference", world.rank == 0) as step:
         ref = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)

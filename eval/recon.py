@@ -70,6 +70,7 @@ def main() -> None:
     plan = SamplePlan(settings.n, len(data.classes))
     ev.check_size(plan, len(data), extractor, settings.allow_small)
     tokenizer = load_tokenizer(settings.tokenizer).to(device)
+    ev.check_match(data, tokenizer)
     perceptual = perceptual_distance(settings.perceptual, device)
     meter = ReconMeter(perceptual, "vgg_hed", llamagen_ssim=True)
     usage = CodeUsage(tokenizer.vocab) if tokenizer.vocab else None

@@ -258,6 +258,24 @@ def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, allow_
         require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
 
 
+def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) -> None:
+    """Refuses a data set that is not like the one a checkpoint was trained on, before any work.
+
+    Raises:
+        UserError: another image size, or another number of classes.
+    """
+    if tuple(data.image_size) != tuple(tokenizer.image_size):
+        raise UserError(
+            f"the data's image_size is {tuple(data.image_size)}, the checkpoint's {tuple(tokenizer.image_size)}; score it "
+            "on the data it was trained on (--data.kind, --data.image-size)"
+        )
+    if classes is not None and len(data.classes) != classes:
+        raise UserError(
+            f"the data has {len(data.classes)} classes, the checkpoint {classes}; score it on the data it was trained on "
+            "(--data.kind, --data.root)"
+        )
+
+
 def score(
     rows: Rows,
     ref: Reference,

