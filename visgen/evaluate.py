@@ -266,12 +266,12 @@ def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) ->
     """
     if tuple(data.image_size) != tuple(tokenizer.image_size):
         raise UserError(
-            f"the data's image_size is {tuple(data.image_size)}, the checkpoint's {tuple(tokenizer.image_size)}; score it "
-            "on the data it was trained on (--data.kind, --data.image-size)"
+            f"the data's image_size is {tuple(data.image_size)}, the checkpoint's {tuple(tokenizer.image_size)}; "
+            "score it on the data it was trained on (--data.kind, --data.image-size)"
         )
     if classes is not None and len(data.classes) != classes:
         raise UserError(
-            f"the data has {len(data.classes)} classes, the checkpoint {classes}; score it on the data it was trained on "
+            f"the data has {len(data.classes)} classes, the checkpoint {classes}; score it on the data of its training "
             "(--data.kind, --data.root)"
         )
 
