@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from visgen.config import UserError, plugin_config
+from visgen.convert import llamagen
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
@@ -26,17 +27,6 @@ VECTORS = Path(__file__).parent / "data" / "llamagen_c2i_a.safetensors"
 # ------------------------------------------------------------------------------------------------- recorded vectors
 
 
-def ours(key: str) -> str | None:
-    """LlamaGen's name of a weight in ours; None for its caches, which are no weights."""
-    if ".kv_cache." in key:
-        return None
-    if key == "output.weight":
-        return f"head.{key}"
-    if key.startswith("cls_embedding."):
-        return key.replace("cls_embedding.", "condition.")
-    return f"backbone.{key}"
-
-
 @pytest.fixture(scope="module")
 def recorded() -> tuple[Model, dict[str, Tensor]]:
     with safe_open(str(VECTORS), "pt") as file:
@@ -44,23 +34,7 @@ def recorded() -> tuple[Model, dict[str, Tensor]]:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     state = {k.removeprefix("state."): v.float() for k, v in tensors.items() if k.startswith("state.")}
     side = int(settings["block_size"] ** 0.5)
-    model = Model(
-        ModelConfig(
-            grid=(1, side, side),
-            vocab=settings["vocab_size"],
-            backbone=plugin_config(
-                "visgen.backbones",
-                "ar",
-                layers=settings["n_layer"],
-                heads=settings["n_head"],
-                width=settings["dim"],
-                mlp_multiple_of=settings["multiple_of"],
-            ),
-            condition=plugin_config("visgen.conditions", "label", classes=settings["num_classes"]),
-        )
-    )
-    model.load_state_dict({name: v for k, v in state.items() if (name := ours(k)) is not None}, strict=True)
-    return model.eval().requires_grad_(False), tensors
+    return llamagen.gpt(state, (1, side, side), settings["n_head"], "vectors"), tensors
 
 
 def test_teacher_forced_logits_equal_llamagens(recorded: tuple[Model, dict[str, Tensor]]) -> None:

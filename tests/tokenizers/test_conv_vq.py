@@ -1,6 +1,5 @@
 """Convolutional VQ tokenizer: published sizes, parity with LlamaGen, the contract, and a collapse sentinel."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from visgen.config import UserError, build, plugin_config
+from visgen.convert import llamagen
 from visgen.quantizers import fsq, vq
 from visgen.tokenizers.conv_vq import Config
 
@@ -36,40 +36,12 @@ def test_published_sizes(multipliers, parameters, side):
 # -------------------------------------------------------------------------------------------- LlamaGen's weights
 
 
-def from_llamagen(key: str) -> str:
-    """LlamaGen's name of a tensor -> ours."""
-    for theirs, ours in (
-        ("quantize.embedding.weight", "quantizer.table"),
-        ("post_quant_conv.", "from_code."),
-        ("quant_conv.", "to_code."),
-        (".conv_blocks.", ".levels."),
-        (".downsample.", ".resample."),
-        (".upsample.", ".resample."),
-        (".nin_shortcut.", ".skip."),
-        (".proj_out.", ".out."),
-        (".mid.", ".middle."),
-    ):
-        key = key.replace(theirs, ours)
-    return key
-
-
 @pytest.fixture(scope="module")
 def recorded():
     with safe_open(VECTORS, "pt") as file:
         tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
-        reference = json.loads(file.metadata()["config"])
-    config = Config(
-        image_size=32,
-        width=reference["ch"],
-        multipliers=tuple(reference["ch_mult"]),
-        z_channels=reference["z_channels"],
-        quantizer=vq.Config(codes=reference["codebook_size"], channels=reference["codebook_dim"]),
-    )
-    tokenizer = build(config).eval()
-    state = {from_llamagen(k.removeprefix("state.")): v.float() for k, v in tensors.items() if k.startswith("state.")}
-    buffers = dict(tokenizer.quantizer.named_buffers(prefix="quantizer"))  # statistics, which LlamaGen has not
-    assert set(state) | set(buffers) == set(tokenizer.state_dict())
-    tokenizer.load_state_dict({**buffers, **state})
+    state = {k.removeprefix("state."): v.float() for k, v in tensors.items() if k.startswith("state.")}
+    tokenizer = llamagen.vq(state, 32, "vectors")
     return tokenizer, tensors
 
 
