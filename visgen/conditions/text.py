@@ -124,10 +124,11 @@ def encode_prompts(
         raise UserError("the text encoder overflows in fp16; use bf16 or fp32")
     try:
         tokenizer = AutoTokenizer.from_pretrained(encoder)
-        model = T5EncoderModel.from_pretrained(encoder).to(device, dtype).eval()
+        model: Any = T5EncoderModel.from_pretrained(encoder)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"text encoder '{encoder}' cannot be loaded ({reason}); pass a directory or a Hub id") from None
+    model = model.to(device, dtype).eval()
     given = tokenizer(list(prompts), max_length=tokens, padding="max_length", truncation=True, return_tensors="pt").to(
         device
     )
