@@ -607,3 +607,12 @@ def test_any_tree_of_values_is_read_or_refused(first: dict[str, Any], second: di
     except UserError:
         return
     assert type(config) is Top
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        run_program(main)
+    assert left.value.code == 130 and capsys.readouterr().err == "interrupted\n"

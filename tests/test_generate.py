@@ -306,3 +306,8 @@ def test_no_test_reaches_the_network(call: str) -> None:
 def test_settings_survive_yaml() -> None:
     settings = SamplingConfig(guidance=Guidance(2.0, (0.1, 0.9), "cosine"), warp=Warp(0.5, 3, 0.4))
     assert load(SamplingConfig, values=dump(settings)) == settings
+
+
+def test_a_class_named_by_a_number_is_meant_by_its_name(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "classes", ["1", "10", "2"])
+    assert [generator.label(x) for x in ("10", "2", 2, "0")] == [1, 2, 2, 0]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -254,10 +255,10 @@ def test_no_permission(checkpoint_dir: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_refused_write_is_said_even_to_root(
     checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deny(self: Path, *given: Any, **named: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def deny(*given: Any, **named: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(named["dir"]))
 
-    monkeypatch.setattr(Path, "touch", deny)
+    monkeypatch.setattr(tempfile, "TemporaryFile", deny)
     message = refused(capsys, "--checkpoint", str(checkpoint_dir), "--out", str(tmp_path))
     assert f"--out {tmp_path} cannot be written: Permission denied" in message
 

@@ -127,12 +127,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def run_program(main: Callable[[], Any]) -> Any:
-    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2."""
+    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130."""
     try:
         return main()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 # -------------------------------------------------------------------------------------------------- internals

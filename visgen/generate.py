@@ -124,7 +124,9 @@ class Generator:
         return self.model.config.condition.classes
 
     def label(self, name: str | int) -> int:
-        """A class id from an id or a class name."""
+        """A class id from an id or a class name; a string that is both is the name."""
+        if isinstance(name, str) and name in self.classes:
+            return self.classes.index(name)
         if not isinstance(name, str) or re.fullmatch(r"-?\d+", name):
             label = int(name)
             if not 0 <= label < self.class_count:

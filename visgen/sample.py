@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,9 +116,8 @@ def writable(out: Path) -> Path:
     """Makes the directory and checks, before any work, that it can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".write_test"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out):  # without a name, so that the processes of one launch do not meet
+            pass
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another directory") from None
     return out

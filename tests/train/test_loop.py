@@ -315,6 +315,18 @@ def test_a_frozen_tokenizer_is_kept_beside_the_run(tmp_path):
     tokenizer = build(plugin_config("visgen.tokenizers", "conv_vq", quantizer=quantizer, **values))
     objective = build(plugin_config("visgen.objectives", "toy"))
     objective.frozen["tokenizer"] = tokenizer
-    loops._keep_tokenizer(objective, tmp_path)
-    kept = checkpoint.load_tokenizer(tmp_path)
-    assert checkpoint.tokenizer_hash(kept) == checkpoint.tokenizer_hash(tokenizer)
+
+    def kept():
+        return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(tmp_path))
+
+    loops._keep_tokenizer(objective, tmp_path, resumed=False)
+    first = checkpoint.tokenizer_hash(tokenizer)
+    assert kept() == first
+    loops._keep_tokenizer(objective, tmp_path, resumed=True)
+    with torch.no_grad():
+        next(tokenizer.parameters()).add_(1)
+    with pytest.raises(UserError, match=f"{first[:12]}.*is not the tokenizer of this config"):
+        loops._keep_tokenizer(objective, tmp_path, resumed=True)
+    assert kept() == first
+    loops._keep_tokenizer(objective, tmp_path, resumed=False)  # what a failed start left is replaced
+    assert kept() == checkpoint.tokenizer_hash(tokenizer) != first

@@ -33,6 +33,7 @@ from visgen import checkpoint
 from visgen.config import UserError
 from visgen.data import Batch, Data, Samples, to_batch
 from visgen.objectives import Objective
+from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
 from visgen.train.held_out import held_out_losses
 from visgen.train.log import Log, LogConfig, Meter, report
@@ -153,7 +154,7 @@ def fit(
     start = load(state, resume) if resume is not None else 0
     if accelerator.is_main_process:
         checkpoint.clean(run)
-        _keep_tokenizer(objective, run)
+        _keep_tokenizer(objective, run, start > 0)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
@@ -342,10 +343,23 @@ def load(state: State, path: Path) -> int:
     return int(json.loads((path / checkpoint.META).read_text())["step"])
 
 
-def _keep_tokenizer(objective: Objective, run: Path) -> None:
-    """Copies a frozen tokenizer beside the run, once: a directory is all that sampling needs."""
+def _keep_tokenizer(objective: Objective, run: Path, resumed: bool) -> None:
+    """Copies a frozen tokenizer beside the run: a directory is all that sampling needs.
+
+    Raises:
+        UserError: a continued run was trained on another tokenizer.
+    """
     tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
-    if tokenizer is not None and not path.exists():
+    if not isinstance(tokenizer, Tokenizer):
+        return
+    if resumed and path.exists():
+        kept, given = (checkpoint.tokenizer_hash(t) for t in (checkpoint.load_tokenizer(path), tokenizer))
+        if kept != given:
+            raise UserError(
+                f"{path} ({kept[:12]}) is not the tokenizer of this config ({given[:12]}), which was trained anew; "
+                "give the old one back, or start in another loop.out"
+            )
+    else:
         checkpoint.save_module(path, tokenizer, tokenizer.config)
 
 
