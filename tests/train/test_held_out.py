@@ -1,17 +1,21 @@
 """Held-out losses: right means, and training that does not notice them."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_loop import NOISY, same, state_of
 from toy import metrics, plugins, train
 
 from visgen import checkpoint
-from visgen.config import plugin_config
+from visgen.config import UserError, plugin_config
 from visgen.data import to_batch
 from visgen.data.synthetic import Config, Synthetic
 from visgen.model import ModelConfig
 from visgen.objectives import next_token
+from visgen.train import main as program
 from visgen.train.held_out import held_out_losses
+from visgen.train.main import TrainConfig
 
 
 class Counting:
@@ -57,3 +61,15 @@ def test_next_token_is_the_plain_cross_entropy():
     assert float(found) == pytest.approx(float(net.loss(tokens, {"label": label}, None).mean()))
     other = objective.held_out(net, to_batch({"tokens": tokens, "label": (label + 1) % 3}, "cpu"))["nats_per_token"]
     assert float(found) != pytest.approx(float(other)), "labels are not dropped"
+
+
+def test_held_out_losses_are_never_of_training_samples(monkeypatch):
+    def none(*given):
+        raise UserError("toy has one split")
+
+    monkeypatch.setattr(program.configs, "build", none)
+    data, config = object(), TrainConfig()
+    assert program.held_out(config, data) is data, "previews alone may be"
+    watched = dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=5))
+    with pytest.raises(UserError, match=r"loop\.eval_every needs a held-out split"):
+        program.held_out(watched, data)

@@ -16,6 +16,7 @@ from visgen.config import UserError, build, plugin_config
 from visgen.data import Samples
 from visgen.train import loop as loops
 from visgen.train import main as program
+from visgen.train import seeds
 from visgen.train.order import Order
 
 NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
@@ -98,7 +99,7 @@ def test_previews_do_not_change_the_training(whole, tmp_path):
 def test_the_loop_equals_plain_torch(tmp_path):
     """The slow twin: one process, no accelerate, every turn written out."""
     run = train(tmp_path / "run", "--optim.warmup", "2", "--optim.schedule", "cosine", "--loop.clip", "0.1")
-    loops.seed_process(0, loops.BUILD)
+    seeds.seed_process(0, seeds.BUILD)
     data = build(plugin_config("visgen.data", "toy"), "train")
     objective = build(plugin_config("visgen.objectives", "toy"))
     net, critic, average = objective.nets["model"], objective.nets["critic"], None

@@ -142,15 +142,13 @@ class VQ(Objective):
         pixels = batch["pixels"]
         side = max(1, math.isqrt(2 * len(pixels)) // 2 * 2)  # a square of even side holds side^2 / 2 pairs
         pixels = pixels[: max(1, side * side // 2)]
-        with torch.no_grad():
-            found = model.decode(model.encode(pixels), model.grid_of(pixels))  # type: ignore[operator]
+        found = _round_trip(model, pixels)
         rows = zip(pixels[:, 0].split(side), found[:, 0].split(side), strict=True)
         return torch.cat([row for pair in rows for row in pair])
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         pixels = batch["pixels"]
-        found = model.decode(model.encode(pixels), model.grid_of(pixels))  # type: ignore[operator]
-        return {"psnr": psnr(found.float().flatten(0, 1), pixels.flatten(0, 1))}
+        return {"psnr": psnr(_round_trip(model, pixels).float().flatten(0, 1), pixels.flatten(0, 1))}
 
     def _fake(self, pixels: Tensor) -> Tensor:
         found = next((fake for real, fake in self._fakes if real is pixels), None)
@@ -225,6 +223,12 @@ class DiscriminatorNet(nn.Module):
 def detached(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """`module` as a function whose gradient reaches its input but none of its parameters."""
     return partial(functional_call, module, {name: p.detach() for name, p in module.named_parameters()})
+
+
+@torch.no_grad()
+def _round_trip(model: Any, pixels: Tensor) -> Tensor:
+    """pixels [B, T, 3, H, W] through the tokenizer and back."""
+    return model.decode(model.encode(pixels), model.grid_of(pixels))
 
 
 def psnr(image: Tensor, real: Tensor) -> Tensor:

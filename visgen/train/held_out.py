@@ -1,11 +1,12 @@
-"""Held-out losses during training: what says that a small data set is being memorised."""
+"""Held-out samples during training: pictures to look at, and losses that say when a small set is being memorised."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
-from visgen.data import Data, to_batch
+from visgen.data import Data, Samples, to_batch
 from visgen.objectives import Objective
 
 
@@ -20,11 +21,23 @@ def held_out_losses(
         samples: how many, at most all.
         batch: samples at once.
     """
-    count = min(samples, len(data))
-    index = [i * len(data) // count for i in range(count)]
+    index = spaced(data, samples)
+    count = len(index)
     sums: dict[str, Tensor] = {}
     for start in range(0, count, batch):
         part = index[start : start + batch]
         for name, value in objective.held_out(model, to_batch(data.get_many(part), device)).items():
             sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach().float() * len(part)
-    return {f"held_out/{name}": float(total) / count for name, total in sums.items()}  # the one read of the device
+    return {f"held_out/{name}": float(total) / count for name, total in sums.items()}  # waits here only
+
+
+def preview_batch(data: Data, count: int, seed: int) -> dict[str, Tensor]:
+    """Evenly spaced samples of epoch 0, stacked, on the CPU."""
+    samples = Samples(data, seed)
+    return default_collate([samples[(i, 0)] for i in spaced(data, count)])
+
+
+def spaced(data: Data, count: int) -> list[int]:
+    """At most `count` evenly spaced indices of `data`."""
+    count = min(count, len(data))
+    return [i * len(data) // count for i in range(count)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,25 +21,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import accelerate
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from safetensors import SafetensorError
-from torch import nn
-from torch.utils.data import default_collate
+from torch import Tensor, nn
 
 from visgen import checkpoint
 from visgen.config import UserError
-from visgen.data import Batch, Data, Samples, to_batch
+from visgen.data import Batch, Data, to_batch
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
-from visgen.train.held_out import held_out_losses
+from visgen.train.held_out import held_out_losses, preview_batch
 from visgen.train.log import Log, LogConfig, Meter, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
+from visgen.train.seeds import STEP, TURN, random_key, seed_process
 
-BUILD, STEP, TURN = range(3)  # random streams
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -87,16 +84,8 @@ class LoopConfig:
 
     def check(self) -> None:
         """Raises `UserError` for a number that is out of range."""
-        least = {
-            "eval_samples": 1,
-            "steps": 1,
-            "save_every": 1,
-            "log_every": 1,
-            "workers": 0,
-            "keep_last": 0,
-            "preview_every": 0,
-            "eval_every": 0,
-        }
+        least = dict.fromkeys(("steps", "save_every", "log_every", "eval_samples"), 1)
+        least |= dict.fromkeys(("workers", "keep_last", "preview_every", "eval_every"), 0)
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise UserError(f"loop.{name} is {getattr(self, name)}; it must be at least {low}")
@@ -161,8 +150,9 @@ def fit(
             _report(state, data, out, start)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
-        spare = (held_out or (lambda: data))() if accelerator.is_main_process else data
-        preview = _preview_batch(state, spare)
+        looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
+        spare = held_out() if looks and held_out is not None else data
+        preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
         clock, since = time.monotonic(), start
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)
@@ -178,8 +168,9 @@ def fit(
             pause = time.monotonic()
             if preview is not None and _due(done, loop.preview_every, loop.steps):
                 _preview(state, preview, done, out)
-            if accelerator.is_main_process and _due(done, loop.eval_every, loop.steps):
-                out.metrics(done, _held_out(state, spare))
+            if looks and _due(done, loop.eval_every, loop.steps):
+                count, size = loop.eval_samples, loop.batch
+                out.metrics(done, held_out_losses(objective, state.ema.module, spare, count, size, accelerator.device))
             if saving:
                 save(state, done)
             clock += time.monotonic() - pause
@@ -287,19 +278,6 @@ def read_meter(state: State, step: int) -> dict[str, float]:
     return {**means, **rates}
 
 
-def random_key(*key: int) -> int:
-    """63 random bits that are a function of `key`."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def seed_process(*key: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch (CPU and CUDA)."""
-    seed = random_key(*key)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -381,25 +359,9 @@ def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
 
 
-def _preview_batch(state: State, data: Data) -> Batch | None:
-    """Evenly spaced samples; None where this process draws no previews."""
-    if not (state.loop.preview_every and state.accelerator.is_main_process):
-        return None
-    count = min(state.loop.preview_images, len(data))
-    samples = Samples(data, state.loop.seed)
-    chosen = [samples[(i * len(data) // count, 0)] for i in range(count)]
-    return to_batch(default_collate(chosen), state.accelerator.device)
-
-
-def _held_out(state: State, data: Data) -> dict[str, float]:
-    loop = state.loop
-    return held_out_losses(
-        state.objective, state.ema.module, data, loop.eval_samples, loop.batch, state.accelerator.device
-    )
-
-
 @torch.no_grad()
-def _preview(state: State, batch: Batch, done: int, out: Log) -> None:
+def _preview(state: State, samples: dict[str, Tensor], done: int, out: Log) -> None:
+    batch = to_batch(samples, state.accelerator.device)
     images = state.objective.preview(state.ema.module, batch, state.loop.seed)
     if images is not None:
         out.images(done, images)

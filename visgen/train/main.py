@@ -21,8 +21,9 @@ from visgen.config import UserError, plugin
 from visgen.data import Data
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
-from visgen.train.loop import BUILD, LoopConfig, fit, make_accelerator, seed_process
+from visgen.train.loop import LoopConfig, fit, make_accelerator
 from visgen.train.optim import OptimConfig
+from visgen.train.seeds import BUILD, seed_process
 
 # Keys that may differ between a run and its continuation: they change neither the data, the maths nor the schedule.
 _NEUTRAL_LOOP = (
@@ -174,11 +175,17 @@ def write_config(config: TrainConfig, run: Path) -> None:
 
 
 def held_out(config: TrainConfig, data: Data) -> Data:
-    """The held-out split; `data` where there is none, which is said."""
+    """The held-out split; for previews alone also `data` where there is none, which is said.
+
+    Raises:
+        UserError: held-out losses are asked for and there is no such split.
+    """
     try:
         return configs.build(config.data, "held_out")
     except UserError as error:
-        print(f"previews and held-out losses are of training samples: {error}", file=sys.stderr)
+        if config.loop.eval_every:
+            raise UserError(f"loop.eval_every needs a held-out split ({error}); or set loop.eval_every 0") from None
+        print(f"previews are of training samples: {error}", file=sys.stderr)
         return data
 
 
