@@ -252,8 +252,14 @@ def load(source: str | Path, step: int | None = None, engine: EngineConfig | Non
         raise UserError(f"{run}: {TOKENIZER} is missing; copy the tokenizer of that training run beside the steps")
     tokenizer = load_tokenizer(run / TOKENIZER)
     model.check_tokenizer(tokenizer, str(run / TOKENIZER))
+    wanted, given = info.get("tokenizer"), tokenizer_hash(tokenizer)
+    if wanted and wanted != given:  # files from before this entry have none
+        raise UserError(
+            f"{run / TOKENIZER} ({given[:12]}) is not the tokenizer that {found} was trained on ({wanted[:12]}), "
+            "so its images would be noise; copy that one here, as it lies beside the training run"
+        )
     meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
-    meta |= {"tokenizer": tokenizer_hash(tokenizer)[:12]}
+    meta |= {"tokenizer": given[:12]}
     classes = json.loads(info.get("classes", "[]"))
     return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
 

@@ -320,14 +320,18 @@ def test_a_frozen_tokenizer_is_kept_beside_the_run(tmp_path):
     def kept():
         return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(tmp_path))
 
-    loops._keep_tokenizer(objective, tmp_path, resumed=False)
+    data = build(plugin_config("visgen.data", "toy"), "train")
     first = checkpoint.tokenizer_hash(tokenizer)
-    assert kept() == first
-    loops._keep_tokenizer(objective, tmp_path, resumed=True)
+    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == first == kept()
+    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=True) == first
     with torch.no_grad():
         next(tokenizer.parameters()).add_(1)
     with pytest.raises(UserError, match=f"{first[:12]}.*is not the tokenizer of this config"):
-        loops._keep_tokenizer(objective, tmp_path, resumed=True)
+        loops._keep_tokenizer(objective, data, tmp_path, resumed=True)
     assert kept() == first
-    loops._keep_tokenizer(objective, tmp_path, resumed=False)  # what a failed start left is replaced
+    loops._keep_tokenizer(objective, data, tmp_path, resumed=False)  # what a failed start left is replaced
     assert kept() == checkpoint.tokenizer_hash(tokenizer) != first
+    objective.frozen.clear()
+    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == ""
+    data.tokenizer_hash = "abc"  # of cached codes
+    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == "abc"

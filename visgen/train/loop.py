@@ -106,6 +106,7 @@ class State:
     settings: dict[str, OptimConfig]
     ema: Ema
     rng: torch.Generator  # given to the objective; on the device
+    tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ def fit(
     start = load(state, resume) if resume is not None else 0
     if accelerator.is_main_process:
         checkpoint.clean(run)
-        _keep_tokenizer(objective, run, start > 0)
+        state.tokenizer = _keep_tokenizer(objective, data, run, start > 0)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
@@ -293,7 +294,7 @@ def save(state: State, step: int) -> None:
         objective = state.objective
         metadata = {"step": step, "objective": type(objective).__module__.rpartition(".")[2]}
         config, dtype = objective.exported().config, DTYPES[state.ema_config.save_dtype]
-        extra = {**metadata, "classes": json.dumps(state.classes)}
+        extra = {**metadata, "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
         checkpoint.save_module(temporary / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
         facts = {
             **metadata,
@@ -321,17 +322,21 @@ def load(state: State, path: Path) -> int:
     return int(json.loads((path / checkpoint.META).read_text())["step"])
 
 
-def _keep_tokenizer(objective: Objective, run: Path, resumed: bool) -> None:
+def _keep_tokenizer(objective: Objective, data: Data, run: Path, resumed: bool) -> str:
     """Copies a frozen tokenizer beside the run: a directory is all that sampling needs.
+
+    Returns:
+        Hash of the tokenizer whose tokens are learned, be they encoded on the fly or cached; "" if none is known.
 
     Raises:
         UserError: a continued run was trained on another tokenizer.
     """
     tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
     if not isinstance(tokenizer, Tokenizer):
-        return
+        return getattr(data, "tokenizer_hash", "")
+    given = checkpoint.tokenizer_hash(tokenizer)
     if resumed and path.exists():
-        kept, given = (checkpoint.tokenizer_hash(t) for t in (checkpoint.load_tokenizer(path), tokenizer))
+        kept = checkpoint.tokenizer_hash(checkpoint.load_tokenizer(path))
         if kept != given:
             raise UserError(
                 f"{path} ({kept[:12]}) is not the tokenizer of this config ({given[:12]}), which was trained anew; "
@@ -339,6 +344,7 @@ def _keep_tokenizer(objective: Objective, run: Path, resumed: bool) -> None:
             )
     else:
         checkpoint.save_module(path, tokenizer, tokenizer.config)
+    return given
 
 
 # ------------------------------------------------------------------------------------------------------ helpers
