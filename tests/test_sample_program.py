@@ -16,9 +16,11 @@ import torch
 from PIL import Image
 
 import visgen
+from visgen.config import build, plugin_config
+from visgen.data import to_batch
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.sample import Progress, grid, main
+from visgen.sample import Progress, _known_pixels, grid, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,18 +176,66 @@ def test_the_known_part_stays(
         assert kept == slice(0, 64) or not torch.equal(tokens, given)
 
 
-def test_pictures_of_any_size_and_mode_are_cropped(
-    checkpoint_dir: Path, tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch
+def varieties(whole: Image.Image) -> dict[str, Image.Image]:
+    """One picture in the modes and sizes that image files come in."""
+    wide = Image.new("RGB", (64, 32))
+    wide.paste(whole.resize((32, 32), Image.Resampling.NEAREST), (16, 0))
+    clear = whole.convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(whole.size))
+    deep = Image.fromarray(np.asarray(whole.convert("L")).astype(np.uint16) * 257)
+    turned = whole.transpose(Image.Transpose.ROTATE_90)
+    turned.getexif()[0x0112] = 6  # shown turned clockwise
+    grown = whole.resize((75, 41), Image.Resampling.BICUBIC)
+    return {
+        "wide": wide,
+        "alpha": clear,
+        "deep": deep,
+        "palette": whole.quantize(16),
+        "cmyk": whole.convert("CMYK"),
+        "turned": turned,
+        "grown": grown,
+    }
+
+
+@pytest.mark.parametrize("kind", ["wide", "alpha", "deep", "palette", "cmyk", "turned", "grown"])
+def test_pictures_are_decoded_and_cropped_as_training_images_are(
+    checkpoint_dir: Path, tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     seen = drawn_tokens(monkeypatch)
-    full = mask_file(tmp_path, slice(0, 16))
-    wide = Image.new("RGB", (32, 16))
-    wide.paste(Image.open(picture), (8, 0))  # the centre
-    wide.save(tmp_path / "wide.png")
-    for name in ("known.png", "wide.png"):
-        flags = ["--known.image", str(tmp_path / name), "--known.mask", str(full)]
-        run(checkpoint_dir, tmp_path / "out", *flags, "--num", "1", "--label", "0")
-    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0][0], tokens_of(picture, checkpoint_dir))
+    given = varieties(Image.open(picture))[kind]
+    path = tmp_path / "set" / "a" / f"x.{'tiff' if kind == 'cmyk' else 'png'}"
+    path.parent.mkdir(parents=True)
+    given.save(path, exif=given.getexif())
+    Image.new("L", given.size[::-1] if kind == "turned" else given.size, 255).save(tmp_path / "mask.png")
+    known = ["--known.image", str(path), "--known.mask", str(tmp_path / "mask.png")]
+    run(checkpoint_dir, tmp_path / "out", *known, "--num", "1", "--label", "0")
+    data = build(
+        plugin_config("visgen.data", "folder", root=tmp_path / "set", image_size=16, held_out_fraction=0.0), "train"
+    )
+    generator = visgen.load(str(checkpoint_dir), device="cpu")
+    with torch.no_grad():
+        expected = generator.tokenizer.encode(to_batch(data.get_many([0]), "cpu")["pixels"])
+    assert torch.equal(seen[0], expected)
+
+
+def test_a_mask_follows_the_crop_of_its_picture(checkpoint_dir: Path) -> None:
+    picture, mask = Image.new("RGB", (96, 64)), Image.new("RGB", (96, 64))
+    mask.paste("white", (0, 0, 48, 64))  # left half
+    pixels, keep = _known_pixels(picture, mask, 16)
+    assert pixels.shape == (1, 3, 16, 16) and keep.shape == (1, 16, 16) and keep.dtype == torch.bool
+    assert keep[0, :, :8].all() and not keep[0, :, 8:].any()
+    upper = _known_pixels(picture, None, 16)[1]
+    assert upper.shape == (1, 16, 16) and upper[0, :8].all() and not upper[0, 8:].any()
+
+
+def test_a_mask_of_another_size_is_refused(
+    checkpoint_dir: Path, tmp_path: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("L", (16, 32), 255).save(tmp_path / "mask.png")
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out"), "--known.image", str(picture)]
+    message = refused(capsys, *given, "--known.mask", str(tmp_path / "mask.png"))
+    assert "mask.png is 16 x 32 px" in message and "is 16 x 16; give a mask of the picture's size" in message
+    assert not (tmp_path / "out").exists(), "before any work"
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visgen import config as configs
 from visgen.config import UserError
-from visgen.data._images import UNREADABLE
+from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, load
 
 
@@ -30,7 +30,7 @@ class KnownConfig:
     """Known pixels: completion and inpainting.
 
     Attributes:
-        image: a picture; centre-cropped to the checkpoint's size.
+        image: a picture; decoded and centre-cropped to the checkpoint's size as training images are.
         mask: a picture of the same size, white where the image is kept; None keeps the upper half.
     """
 
@@ -72,11 +72,12 @@ def _main(argv: Sequence[str]) -> None:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
     if settings.num < 1:
         raise UserError(f"--num {settings.num} must be at least 1")
+    pictures = _read_known(settings.known)
     out = writable(settings.out)
     generator = load(settings.checkpoint, settings.step, settings.engine)
     names = settings.label or tuple(str(i) for i in range(min(generator.class_count, 8)))
     labels = [generator.label(n) for n in names for _ in range(settings.num)]
-    known = _read_known(settings.known, generator.tokenizer.image_size)
+    known = pictures and _known_pixels(*pictures, generator.tokenizer.image_size[0])
     seeds = [settings.seed + i for i in range(len(labels))]
     with Progress("sampling") as step:
         images = generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler, known, step)
@@ -123,38 +124,39 @@ def writable(out: Path) -> Path:
     return out
 
 
-def _read_known(known: KnownConfig, size: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-    """(pixels [1, 3, H, W] in [-1, 1], mask [1, H, W])."""
+def _read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | None:
+    """The known picture and its mask, decoded as training images are."""
     if known.image is None:
         if known.mask is not None:
             raise UserError("--known.mask needs --known.image, the picture whose pixels it keeps")
         return None
-    height, width = size
-    picture = _centre(_open(known.image, "--known.image").convert("RGB"), size, Image.Resampling.BICUBIC)
-    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).unsqueeze(0).float() / 127.5 - 1
+    picture = _decode(known.image, "--known.image")
     if known.mask is None:
-        mask = torch.zeros(1, height, width, dtype=torch.bool)
-        mask[:, : height // 2] = True
-        return pixels, mask
-    drawn = _centre(_open(known.mask, "--known.mask").convert("L"), size, Image.Resampling.NEAREST)
-    return pixels, torch.from_numpy(np.array(drawn) >= 128).unsqueeze(0)
+        return picture, None
+    mask = _decode(known.mask, "--known.mask")
+    if mask.size != picture.size:
+        raise UserError(
+            f"--known.mask {known.mask} is {mask.width} x {mask.height} px, --known.image {known.image} is "
+            f"{picture.width} x {picture.height}; give a mask of the picture's size"
+        )
+    return picture, mask
 
 
-def _open(path: Path, flag: str) -> Image.Image:
+def _known_pixels(picture: Image.Image, mask: Image.Image | None, size: int) -> tuple[Tensor, Tensor]:
+    """(pixels [1, 3, size, size] in [-1, 1], mask [1, size, size]), both by the centre crop of the training data."""
+    pixels = to_pixels(center_crop(picture, size)).float() / 127.5 - 1
+    if mask is None:
+        return pixels, (torch.arange(size) < size // 2)[None, :, None].expand(1, size, size)
+    return pixels, torch.from_numpy(np.array(center_crop(mask, size).convert("L")) >= 128).unsqueeze(0)
+
+
+def _decode(path: Path, flag: str) -> Image.Image:
     try:
-        picture = Image.open(path)
-        picture.load()
+        return read_image(path)
     except FileNotFoundError:
-        raise UserError(f"{flag} {path} does not exist") from None
+        raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
     except UNREADABLE as error:
         raise UserError(f"{flag} {path} is not a readable picture: {error}") from None
-    return picture
-
-
-def _centre(picture: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> Image.Image:
-    from PIL import ImageOps
-
-    return ImageOps.fit(picture, (size[1], size[0]), method=resample)
 
 
 class Progress:
