@@ -17,10 +17,11 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig, load
+from visgen.launch import writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report, table
-from visgen.sample import Progress, describe, writable
+from visgen.sample import Progress, describe
 
 Row = Literal["generated", "real", "recon", "marginals"]
 
@@ -70,7 +71,7 @@ def main() -> None:
     if needs_checkpoint and not settings.checkpoint:
         raise UserError(f"--checkpoint is needed for the rows {', '.join(needs_checkpoint)}")
     world = ev.World.current()
-    out = writable(settings.out)
+    out = writable(settings.out, "--out")
     device, _ = settings.engine.resolve()
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch

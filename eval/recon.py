@@ -20,11 +20,12 @@ from visgen import evaluate as ev
 from visgen.checkpoint import load_tokenizer
 from visgen.config import UserError, plugin
 from visgen.generate import EngineConfig
+from visgen.launch import writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.recon import CodeUsage, ReconMeter
 from visgen.metrics.report import Report, table
-from visgen.sample import Progress, writable
+from visgen.sample import Progress
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def main() -> None:
     if settings.tokenizer is None:
         raise UserError("--tokenizer is needed: a tokenizer's run directory or safetensors file")
     world = ev.World.current()
-    out = writable(settings.out)
+    out = writable(settings.out, "--out")
     device, _ = settings.engine.resolve()
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch

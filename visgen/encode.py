@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -30,6 +29,7 @@ from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
+from visgen.launch import on_cpu
 from visgen.tokenizers import Tokenizer
 
 
@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> None:
     config = load(Config, argv, prog="python -m visgen.encode")
     if config.tokenizer is None:
         raise UserError("tokenizer is not set; pass --tokenizer with the run directory or file of a trained tokenizer")
-    on_cpu = config.cpu or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=on_cpu)  # unless told, it takes the processes of a CPU launch for separate runs
+    state = PartialState(cpu=on_cpu(config.cpu))
     data = build(config.data, config.split)
     tokenizer = load_tokenizer(config.tokenizer).to(state.device)
     folder = encode(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from visgen.config import UserError, kind_of
 from visgen.data import Data
 from visgen.decode.noise import Noise, Stream
 from visgen.generate import Generator, SamplingConfig
+from visgen.launch import on_cpu
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
 from visgen.metrics.images import ImageAudit
@@ -41,11 +43,7 @@ class World:
     @staticmethod
     def current() -> World:
         """From `accelerate launch`; one process otherwise."""
-        from accelerate import PartialState
-        from accelerate.utils import parse_flag_from_env
-
-        # unless told, accelerate takes the processes of a CPU launch for separate runs
-        state = PartialState(cpu=not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU"))
+        state = PartialState(cpu=on_cpu())
         return World(state.process_index, state.num_processes)
 
     def sum(self, value: Tensor) -> Tensor:

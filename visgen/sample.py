@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from visgen import config as configs
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, load
+from visgen.launch import writable
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _main(argv: Sequence[str]) -> None:
     if settings.num < 1:
         raise UserError(f"--num {settings.num} must be at least 1")
     pictures = _read_known(settings.known)
-    out = writable(settings.out)
+    out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
     names = settings.label or tuple(str(i) for i in range(min(generator.class_count, 8)))
     labels = [generator.label(n) for n in names for _ in range(settings.num)]
@@ -111,17 +111,6 @@ def grid(pixels: Tensor, columns: int, gap: int = 2) -> np.ndarray[Any, np.dtype
     from torchvision.utils import make_grid
 
     return make_grid(pixels, nrow=columns, padding=gap * factor, pad_value=255).permute(1, 2, 0).contiguous().numpy()
-
-
-def writable(out: Path) -> Path:
-    """Makes the directory and checks, before any work, that it can be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):  # without a name, so that the processes of one launch do not meet
-            pass
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another directory") from None
-    return out
 
 
 def _read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | None:

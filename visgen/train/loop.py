@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from visgen import checkpoint
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
+from visgen.launch import on_cpu
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
@@ -180,12 +181,12 @@ def fit(
 
 
 def make_accelerator(loop: LoopConfig) -> Accelerator:
-    """The processes and devices of this launch; the CPU where there is no CUDA device."""
+    """The processes and devices of this launch."""
     torch.set_float32_matmul_precision("highest" if loop.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = loop.precision != "fp32"
     return Accelerator(
         mixed_precision="bf16" if loop.precision == "bf16" else "no",
-        cpu=None if torch.cuda.is_available() else True,
+        cpu=on_cpu(),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
 

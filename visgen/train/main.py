@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from visgen import checkpoint
 from visgen import config as configs
 from visgen.config import UserError, plugin
 from visgen.data import Data
+from visgen.launch import writable
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
 from visgen.train.loop import LoopConfig, fit, make_accelerator
@@ -125,12 +125,7 @@ def open_run(config: TrainConfig, run: Path) -> Path | None:
     Raises:
         UserError: it cannot be written, or its checkpoints are of another config.
     """
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run):
-            pass
-    except OSError as error:
-        raise UserError(f"run directory {run} cannot be written ({error.strerror}); choose another loop.out") from None
+    writable(run, "loop.out")
     mode, steps = config.loop.resume, checkpoint.find_steps(run)
     if mode == "auto":
         if not steps:

@@ -1,0 +1,35 @@
+"""What a program settles before it works: whether it runs on the CPU, and that its directory can be written."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from visgen.config import UserError
+
+
+def on_cpu(told: bool = False) -> bool:
+    """Whether accelerate runs on the CPU: told to, under `accelerate launch --cpu`, or for want of a GPU.
+
+    It must be told in so many words, or it takes the processes of a CPU launch for separate runs.
+    """
+    from accelerate.utils import parse_flag_from_env  # slow to import, and `sample.py` only needs `writable`
+
+    return told or not torch.cuda.is_available() or bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def writable(directory: Path, flag: str) -> Path:
+    """Makes the directory that `flag` names and tries, before any work, that it can be written.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):  # without a name, so that the processes of a launch do not meet
+            pass
+    except OSError as error:
+        raise UserError(f"{flag} {directory} cannot be written: {error.strerror}; choose another directory") from None
+    return directory
