@@ -159,7 +159,7 @@ def test_accumulation_changes_nothing_but_memory(tmp_path):
 
 def test_run_directory(whole, tmp_path):
     assert {p.name for p in whole.iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "previews"),
+        *(".lock", "config.yaml", "metrics.jsonl", "previews"),
         *(f"step_000000{i}" for i in (2, 4, 6)),
     }
     assert {p.name for p in (whole / "step_0000006").iterdir()} == {"model.safetensors", "meta.json", "state"}

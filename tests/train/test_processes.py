@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from toy import HERE, metrics, train
 
+from visgen.config import UserError
+
 ROOT = HERE.parents[1]
 SLOW_PARTS = ("critic/moving",)  # kept by the main process alone, so it sees half the batch
 
@@ -66,6 +68,34 @@ def test_a_checkpoint_of_two_processes_continues_in_one(two, one, tmp_path):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+STANDING = """
+import sys
+from toy import plugins, train
+from visgen.train import loop
+def stand(*given):
+    print("training", flush=True)
+    sys.stdin.readline()
+loop.train_step = stand
+with plugins():
+    train(sys.argv[1], "--loop.workers", "1")
+"""
+
+
+def test_one_training_at_a_time_in_a_run_directory(tmp_path):
+    run = tmp_path / "run"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STANDING, str(run)], env=env, **pipes) as first:
+        assert first.stdout.readline() == "training\n"
+        with pytest.raises(UserError) as found:
+            train(run)
+        assert f"another training is at work in run directory {run}; " in str(found.value)
+        assert not list(run.glob("step_*"))
+        first.kill()  # its data-reading process lives on for a while
+        first.wait()
+        assert [m["step"] for m in metrics(train(run))] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.slow
 def test_wandb_offline_without_a_key(tmp_path):
     flags = ("--loop.out", str(tmp_path / "run"), "--log.wandb", "--objective.noise", "0.1")
@@ -81,8 +111,6 @@ def test_wandb_offline_without_a_key(tmp_path):
 
 
 def test_wandb_missing_is_said(tmp_path, monkeypatch):
-    from visgen.config import UserError
-
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         train(tmp_path / "run", "--log.wandb")

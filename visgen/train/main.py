@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,28 +77,28 @@ def train(argv: list[str]) -> None:
     config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
     loop.check()
-    resume = open_run(config, run)
     accelerator = make_accelerator(loop)
-    accelerator.wait_for_everyone()  # all have compared their config with the run's
-    seed_process(loop.seed, BUILD)
-    data: Data = configs.build(config.data, "train")
-    objective = configs.build(config.objective)
-    if accelerator.is_main_process and (resume is None or resume.parent.resolve() != run.resolve()):
-        write_config(config, run)
-    fit(
-        objective,
-        data,
-        run,
-        accelerator,
-        loop=loop,
-        optim=config.optim,
-        ema=config.ema,
-        log=config.log,
-        resume=resume,
-        values=configs.dump(config),
-        held_out=lambda: held_out(config, data),
-    )
-    accelerator.end_training()
+    with open_run(config, run, lock=accelerator.is_main_process) as resume:
+        accelerator.wait_for_everyone()  # all have compared their config with the run's
+        seed_process(loop.seed, BUILD)
+        data: Data = configs.build(config.data, "train")
+        objective = configs.build(config.objective)
+        if accelerator.is_main_process and (resume is None or resume.parent.resolve() != run.resolve()):
+            write_config(config, run)
+        fit(
+            objective,
+            data,
+            run,
+            accelerator,
+            loop=loop,
+            optim=config.optim,
+            ema=config.ema,
+            log=config.log,
+            resume=resume,
+            values=configs.dump(config),
+            held_out=lambda: held_out(config, data),
+        )
+        accelerator.end_training()
 
 
 def parameters(config: TrainConfig) -> dict[str, int]:
@@ -119,13 +121,45 @@ def with_run(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     return dataclasses.replace(config, loop=dataclasses.replace(config.loop, out=str(Path("runs") / name)))
 
 
-def open_run(config: TrainConfig, run: Path) -> Path | None:
-    """Makes the run directory and finds the step to continue from, None to start anew.
+@contextlib.contextmanager
+def open_run(config: TrainConfig, run: Path, lock: bool = True) -> Iterator[Path | None]:
+    """Makes the run directory, keeps other trainings out of it, and gives the step to continue from (None: start anew).
+
+    Args:
+        lock: whether this process is the one of its launch that locks the directory.
 
     Raises:
-        UserError: it cannot be written, or its checkpoints are of another config.
+        UserError: it cannot be written, another training is at work in it, or its checkpoints are of another config.
     """
     writable(run, "loop.out")
+    with locked(run) if lock else contextlib.nullcontext():
+        yield find_resume(config, run)
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Holds `run/.lock`, of which the system lets go when this process ends, however it does.
+
+    Unlike `flock`'s, this lock is not inherited by the data-reading processes, so a killed run can go on at once.
+    """
+    with open(run / ".lock", "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f"another training is at work in run directory {run}; wait for its end, or choose another loop.out"
+            ) from None
+        except OSError as error:  # a file system without locks
+            print(f"{run} cannot be locked ({error.strerror}): start no second training there", file=sys.stderr)
+        yield
+
+
+def find_resume(config: TrainConfig, run: Path) -> Path | None:
+    """The step that `config.loop.resume` means, None to start anew.
+
+    Raises:
+        UserError: there is none, or the run's checkpoints are of another config.
+    """
     mode, steps = config.loop.resume, checkpoint.find_steps(run)
     if mode == "auto":
         if not steps:
