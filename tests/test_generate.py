@@ -122,6 +122,11 @@ def test_labels_and_seeds_must_agree(generator: Generator, labels: list[int], se
     assert f"{len(labels)} labels and {len(seeds or [])} seeds" in message
 
 
+def test_seeds_are_64_bits_wide(generator: Generator) -> None:
+    assert generator.sample([0, 0], [-(2**63), 2**63 - 1]).seeds == [-(2**63), 2**63 - 1]
+    assert f"seed {2**63} does not fit into 64 bits" in refused(lambda: generator.sample([0, 0], [0, 2**63]))
+
+
 def test_guidance_needs_a_null_class(make_model: Callable[..., Any], generator: Generator) -> None:
     model = make_model(grid=(1, 8, 8), condition={"dropout": 0.0})
     nullless = Generator(model, generator.tokenizer, EngineConfig(device="cpu"))

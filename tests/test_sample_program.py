@@ -20,7 +20,8 @@ from visgen.config import build, plugin_config
 from visgen.data import to_batch
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.sample import Progress, _known_pixels, grid, main
+from visgen.generate import Generator, Images
+from visgen.sample import Progress, Sheet, _known_pixels, grid, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +101,85 @@ def test_the_script_itself_runs(checkpoint_dir: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: label 'boat' is unknown; the checkpoint knows Ankle boot, bag, Coat\n"
+
+
+def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_burden(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = Generator.sample, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(Generator, "sample", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        run(checkpoint_dir, tmp_path, "--num", str(10**15), "--label", "1", "--engine.batch", "2")
+    assert stop.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"0001_{i:06d}.png" for i in range(4)]
+
+
+def test_a_full_disk_is_one_line(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(SystemExit) as stop:
+        run(checkpoint_dir, tmp_path, "--num", "1")
+    last = capsys.readouterr().err.splitlines()[-1]  # after the progress bar
+    assert stop.value.code == 2 and last.startswith(
+        f"error: {tmp_path / '0000_000000.png'} cannot be written: No space"
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "num", "shown", "size"),
+    [
+        (3, 2, [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)], (2, 3)),
+        (1, 5, [(0, i) for i in range(5)], (5, 1)),
+        (1, 30, [(0, i) for i in range(16)], (8, 2)),
+        (8, 9, [(i, 9 * i + j) for i in range(8) for j in range(2)], (2, 8)),
+        (20, 3, [(i, 3 * i) for i in range(16)], (8, 2)),
+    ],
+)
+def test_the_grid_shows_the_first_of_each_label_and_never_too_many(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    labels: int,
+    num: int,
+    shown: list[tuple[int, int]],
+    size: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(visgen.sample, "GRID", 16)
+    sheet, total = Sheet(labels, num), labels * num
+    for start in range(0, total, 7):
+        seeds = list(range(start, min(start + 7, total)))
+        pixels = torch.zeros(len(seeds), 3, 128, 128, dtype=torch.uint8)
+        sheet.add(Images(pixels, pixels, [s // num for s in seeds], seeds, 0, 0.0))
+    sheet.save(tmp_path / "grid.png", {"step": 3})
+    found = settings_of(tmp_path / "grid.png")
+    assert list(zip(found["labels"], found["seeds"], strict=True)) == shown and found["step"] == 3
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.size == tuple(n * 130 + 2 for n in size)
+
+
+def test_the_default_labels_are_ids_though_names_be_numbers(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = visgen.sample.load
+
+    def renamed(*given: Any) -> Generator:
+        generator = real(*given)
+        generator.classes = ["1", "2", "0"]
+        return generator
+
+    monkeypatch.setattr(visgen.sample, "load", renamed)
+    run(checkpoint_dir, tmp_path, "--num", "1")
+    assert sorted(p.name for p in tmp_path.glob("0*")) == [f"{i:04d}_{i:06d}.png" for i in range(3)]
 
 
 def test_grid_of_small_pictures() -> None:
@@ -263,6 +343,9 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--num", "0"], "--num 0 must be at least 1"),
         (["--num", "-2"], "--num -2 must be at least 1"),
         (["--num", "two"], "--num"),
+        (["--seed", str(2**63)], f"seed {2**63} does not fit into 64 bits"),
+        (["--seed", str(-(2**63) - 1)], f"seed {-(2**63) - 1} does not fit"),
+        (["--seed", str(2**63 - 5)], f"seed {2**63 + 6} does not fit"),
         (["--step", "3"], "holds no step 3; it holds 5, 10"),
         (["--sampler.kind", "sdj"], "sampler.kind: unknown kind 'sdj'"),
         (["--guidance.scale", "-1"], "guidance.scale -1.0 must be"),

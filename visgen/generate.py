@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +169,8 @@ class Generator:
             raise UserError(
                 f"{len(ids)} labels and {len(seeds)} seeds; give at least one label, and one seed per label"
             )
+        for seed in seeds:
+            check_seed(seed)
         if not isinstance(guidance, Guidance):
             guidance = Guidance(scale=1.0 if guidance is None else float(guidance))
         if self.model.config.condition.dropout == 0 and guidance.branches > 1:
@@ -278,10 +281,26 @@ def _from_hub(name: str) -> Path:
         raise UserError(f"checkpoint '{name}' is no local directory, and the Hub did not give it: {reason}") from None
 
 
-def stream(generator: Generator, plan: Sequence[tuple[int, int]], settings: SamplingConfig) -> Iterator[Images]:
-    """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many."""
-    size = settings.engine.batch
-    for start in range(0, len(plan), size):
-        part = plan[start : start + size]
+def stream(
+    generator: Generator,
+    plan: Iterable[tuple[int, int]],
+    settings: SamplingConfig,
+    known: tuple[Tensor, Tensor] | None = None,
+    on_step: Any = None,
+) -> Iterator[Images]:
+    """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many. Reads it as it goes.
+
+    Args:
+        known: as for `Generator.sample`, one picture and one mask for all.
+        on_step: called as on_step(done, total) within each batch.
+    """
+    rest = iter(plan)
+    while part := list(islice(rest, settings.engine.batch)):
         labels, seeds = [p[0] for p in part], [p[1] for p in part]
-        yield generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler)
+        yield generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler, known, on_step)
+
+
+def check_seed(seed: int) -> None:
+    """Raises `UserError` for a seed that does not fit into 64 bits."""
+    if not -(2**63) <= seed < 2**63:
+        raise UserError(f"seed {seed} does not fit into 64 bits; it must lie within -2^63 and 2^63 - 1")

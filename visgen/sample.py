@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from torch import Tensor
 from visgen import config as configs
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
-from visgen.generate import Generator, Images, SamplingConfig, load
+from visgen.generate import Generator, Images, SamplingConfig, check_seed, load, stream
 from visgen.launch import writable
+
+GRID = 256  # images that `grid.png` shows at most
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class SampleConfig(SamplingConfig):
         num: images of each label.
         seed: image i of a call has seed `seed + i`.
         known: completion and inpainting.
-        out: directory of `grid.png` and one PNG per image.
+        out: directory of one PNG per image, and of `grid.png` with the first of them.
     """
 
     checkpoint: str = ""
@@ -72,18 +75,43 @@ def _main(argv: Sequence[str]) -> None:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
     if settings.num < 1:
         raise UserError(f"--num {settings.num} must be at least 1")
+    check_seed(settings.seed)
     pictures = _read_known(settings.known)
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
-    names = settings.label or tuple(str(i) for i in range(min(generator.class_count, 8)))
-    labels = [generator.label(n) for n in names for _ in range(settings.num)]
+    labels = [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
     known = pictures and _known_pixels(*pictures, generator.tokenizer.image_size[0])
-    seeds = [settings.seed + i for i in range(len(labels))]
+    check_seed(settings.seed + len(labels) * settings.num - 1)
+    print(draw(generator, labels, settings, known, out))
+
+
+def draw(
+    generator: Generator,
+    labels: Sequence[int],
+    settings: SampleConfig,
+    known: tuple[Tensor, Tensor] | None,
+    out: Path,
+) -> str:
+    """Draws `settings.num` images of each label into `out`; returns a line about it.
+
+    Single images are written batch by batch, so an interruption keeps what is done; the grid comes at the end.
+    """
+    num, total = settings.num, len(labels) * settings.num
+    about, sheet = describe(settings, generator), Sheet(len(labels), num)
+    batches, nfe, seconds = 0, 0, 0.0
+
+    def progress(done: int, of: int) -> None:
+        step(batches * of + done, -(-total // settings.engine.batch) * of)
+
     with Progress("sampling") as step:
-        images = generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler, known, step)
-    save(images, out, settings.num, describe(settings, generator))
-    rate = len(labels) / images.seconds
-    print(f"{len(labels)} images in {images.seconds:.2f} s ({rate:.1f} images/s, NFE {images.nfe}) -> {out}/grid.png")
+        plan = ((labels[i // num], settings.seed + i) for i in range(total))
+        for images in stream(generator, plan, settings, known, progress):
+            save(images, out, about)
+            sheet.add(images)
+            batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
+    sheet.save(out / "grid.png", about)
+    rate = total / seconds
+    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
@@ -93,15 +121,51 @@ def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
     return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}
 
 
-def save(images: Images, out: Path, columns: int, settings: dict[str, Any]) -> None:
-    """Writes `grid.png` and `LABEL_SEED.png`; each PNG carries its settings as text (key `visgen`, JSON)."""
+def save(images: Images, out: Path, settings: dict[str, Any]) -> None:
+    """Writes each image as `LABEL_SEED.png`."""
     for picture, label, seed in zip(images.pil(), images.labels, images.seeds, strict=True):
-        info = PngInfo()
-        info.add_text("visgen", json.dumps({"label": label, "seed": seed, **settings}, sort_keys=True))
-        picture.save(out / f"{label:04d}_{seed:06d}.png", pnginfo=info)
+        _save_png(picture, out / f"{label:04d}_{seed:06d}.png", {"label": label, "seed": seed, **settings})
+
+
+class Sheet:
+    """`grid.png`: the first images of each label, at most `GRID` in all; a row per label if there are several of both.
+
+    Args:
+        labels, num: how many labels are drawn, and images of each, in this order.
+    """
+
+    def __init__(self, labels: int, num: int) -> None:
+        self.num, self.seen = num, 0
+        self.rows, self.columns = min(labels, GRID), min(num, max(1, GRID // labels))
+        self.pixels: list[Tensor] = []
+        self.labels: list[int] = []
+        self.seeds: list[int] = []
+
+    def add(self, images: Images) -> None:
+        """Takes what it shows of the next images."""
+        for pixels, label, seed in zip(images.pixels, images.labels, images.seeds, strict=True):
+            row, column = divmod(self.seen, self.num)
+            if row < self.rows and column < self.columns:
+                self.pixels.append(pixels.clone())  # a view would keep its whole batch
+                self.labels.append(label)
+                self.seeds.append(seed)
+            self.seen += 1
+
+    def save(self, path: Path, settings: dict[str, Any]) -> None:
+        count = len(self.pixels)
+        columns = self.columns if min(self.rows, self.columns) > 1 else max(min(count, 8), math.isqrt(count))
+        picture = Image.fromarray(grid(torch.stack(self.pixels), columns))
+        _save_png(picture, path, {"labels": self.labels, "seeds": self.seeds, **settings})
+
+
+def _save_png(picture: Image.Image, path: Path, settings: dict[str, Any]) -> None:
+    """A PNG that carries its settings as text (key `visgen`, JSON)."""
     info = PngInfo()
-    info.add_text("visgen", json.dumps({"labels": images.labels, "seeds": images.seeds, **settings}, sort_keys=True))
-    Image.fromarray(grid(images.pixels, columns)).save(out / "grid.png", pnginfo=info)
+    info.add_text("visgen", json.dumps(settings, sort_keys=True))
+    try:
+        picture.save(path, pnginfo=info)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; make room, what is there already stays") from None
 
 
 def grid(pixels: Tensor, columns: int, gap: int = 2) -> np.ndarray[Any, np.dtype[np.uint8]]:
