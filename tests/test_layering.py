@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / backbones / "
-    "model / samplers / objectives / checkpoint / generate / encode trajectories convert sample evaluate / "
-    "train / programs"
+    "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
+    "backbones / model / samplers / objectives / checkpoint / generate / encode trajectories convert sample "
+    "evaluate / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"config"}, "metrics": {"config"}}  # stricter than their layer

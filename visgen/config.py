@@ -24,11 +24,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import tyro
 import yaml
 
+from visgen.checks import UserError, check
+
 T = TypeVar("T")
-
-
-class UserError(ValueError):
-    """An error whose message names the value at fault and the remedy. Programs print it in one line and exit 2."""
 
 
 def plugin(package: str, kind: str | None) -> Any:
@@ -63,9 +61,14 @@ def plugin_config(package: str, kind: str, **values: Any) -> Any:
 
 
 def build(config: Any, *objects: Any, **named: Any) -> Any:
-    """Constructs the one class of a plugin file that implements its package's contract: `cls(config, *objects)`."""
+    """Constructs the one class of a plugin file that implements its package's contract: `cls(config, *objects)`.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
     module = sys.modules[type(config).__module__]
     package = importlib.import_module(module.__name__.rpartition(".")[0])
+    check(config, package.__name__.rpartition(".")[2].removesuffix("s"))
     contracts = tuple(v for v in vars(package).values() if inspect.isabstract(v) and v.__module__ == package.__name__)
     found = [
         v
@@ -84,7 +87,8 @@ def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None =
     """Fills `cls` from leading YAML paths in `argv`, then `values`, then the flags of `argv` (later ones win).
 
     Raises:
-        UserError: an unknown key, a value of the wrong type, an unknown `kind` or an unreadable YAML file.
+        UserError: an unknown key, a value of the wrong type or out of its range, an unknown `kind` or an unreadable
+            YAML file.
     """
     argv = list(argv)
     layers: list[dict[str, Any]] = []
@@ -97,7 +101,9 @@ def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None =
     concrete = _concretise(cls, merged, "")
     leaves = dict(_leaves(concrete, ""))
     flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves)
-    return _plain(_parse(concrete, flags, prog), cls)
+    config = _plain(_parse(concrete, flags, prog), cls)
+    check(config)
+    return config
 
 
 def dump(config: Any) -> Any:

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from visgen.checks import Natural, Positive
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
@@ -45,11 +46,11 @@ class Config:
     """center: 1 view. flip: the image and its mirror. ten_crop: LlamaGen's ten crops per crop range."""
     crop_ranges: tuple[float, ...] = (1.1,)
     """ten_crop: side of the cropped square over the image size; LlamaGen's results use 1.1 and 1.05."""
-    batch: int = 256
+    batch: Positive = 256
     """Views encoded at once."""
-    shard: int = 8192
+    shard: Positive = 8192
     """Images per file."""
-    workers: int = 0
+    workers: Natural = 0
     """Processes that read images; 0 is fastest for data in memory, else about the number of CPU cores."""
     cpu: bool = False
     """Do not use a GPU."""
@@ -95,7 +96,7 @@ def encode(
     views: Views = "flip",
     ranges: Sequence[float] = (1.1,),
     batch: int = 256,
-    shard: int = 8192,
+    shard: Positive = 8192,
     workers: int = 0,
     state: PartialState | None = None,
 ) -> Path:

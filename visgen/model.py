@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from visgen import config as configs
 from visgen.backbones import Backbone
+from visgen.checks import Positive
 from visgen.conditions import Condition
 from visgen.config import UserError, plugin
 from visgen.heads import Head
@@ -28,8 +29,8 @@ class ModelConfig:
         backbone, condition, head: plugins.
     """
 
-    grid: tuple[int, int, int] = (1, 16, 16)
-    vocab: int = 16384
+    grid: tuple[Positive, Positive, Positive] = (1, 16, 16)
+    vocab: Positive = 16384
     backbone: Any = plugin("visgen.backbones", "ar")
     condition: Any = plugin("visgen.conditions", "label")
     head: Any = plugin("visgen.heads", "categorical")

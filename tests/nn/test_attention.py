@@ -64,9 +64,9 @@ def test_window_by_window_with_a_cache_equals_one_pass(kv_heads: int) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="width 10 must divide by heads 4"):
+    with pytest.raises(ValueError, match="width 10 must be a multiple of heads 4; change"):
         Attention(10, 4)
-    with pytest.raises(ValueError, match="heads by kv_heads 3"):
+    with pytest.raises(ValueError, match="and heads of kv_heads 3"):
         Attention(16, 4, 3)
 
 

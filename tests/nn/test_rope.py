@@ -65,5 +65,5 @@ def test_angles_are_float32_whatever_the_input() -> None:
 
 def test_head_dimension_must_serve_both_axes() -> None:
     check_head_dim(100)
-    with pytest.raises(ValueError, match="head dimension 6 must be a multiple of 4"):
+    with pytest.raises(ValueError, match=r"head dimension 6 \(width / heads\) must be a multiple of 4"):
         check_head_dim(6)

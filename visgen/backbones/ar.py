@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from visgen.backbones import Backbone
+from visgen.checks import Positive, Rate, Scale
 from visgen.conditions import Prefix
 from visgen.layout import Layout
-from visgen.nn.attention import Attention
+from visgen.nn.attention import Attention, check_heads
 from visgen.nn.cache import KVCache
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
@@ -35,17 +36,17 @@ class Config:
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
     """
 
-    layers: int = 12
-    heads: int = 12
-    width: int = 768
-    kv_heads: int | None = None
-    mlp_multiple_of: int = 256
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
-    token_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    mlp_dropout: float = 0.1
-    drop_path: float = 0.0
+    layers: Positive = 12
+    heads: Positive = 12
+    width: Positive = 768
+    kv_heads: Positive | None = None
+    mlp_multiple_of: Positive = 256
+    rope_base: Scale = 10000.0
+    norm_eps: Scale = 1e-5
+    token_dropout: Rate = 0.1
+    residual_dropout: Rate = 0.1
+    mlp_dropout: Rate = 0.1
+    drop_path: Rate = 0.0
 
 
 class ARTransformer(Backbone):
@@ -56,6 +57,7 @@ class ARTransformer(Backbone):
     def __init__(self, config: Config, layout: Layout, vocab: int) -> None:
         super().__init__()
         self.config, self.layout, self.width = config, layout, config.width
+        check_heads(config.width, config.heads, config.kv_heads)
         check_head_dim(config.width // config.heads)
         self.register_buffer("coords", layout.coords, persistent=False)
         self.tok_embeddings = nn.Embedding(vocab, config.width)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visgen.checks import Positive, Share
 from visgen.conditions import Condition, Prefix
 
 
@@ -21,8 +22,8 @@ class Config:
         dropout: probability that training replaces a sample's label by the null class.
     """
 
-    classes: int = 1000
-    dropout: float = 0.1
+    classes: Positive = 1000
+    dropout: Share = 0.1
 
 
 class Label(Condition):

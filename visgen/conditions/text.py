@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visgen.checks import Positive, Share
 from visgen.conditions import Condition, Prefix
 from visgen.config import UserError
 
@@ -29,9 +30,9 @@ class Config:
         dropout: probability that training replaces a sample's text by the null text.
     """
 
-    tokens: int = 120
-    channels: int = 2048
-    dropout: float = 0.1
+    tokens: Positive = 120
+    channels: Positive = 2048
+    dropout: Share = 0.1
 
 
 class Text(Condition):

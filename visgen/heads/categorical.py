@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visgen.checks import Share
 from visgen.heads import Head
 from visgen.nn.categorical import Categorical
 
@@ -19,7 +20,7 @@ class Config:
         label_smoothing: mass spread evenly over the vocabulary in the training loss.
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: Share = 0.0
 
 
 class CategoricalHead(Head):

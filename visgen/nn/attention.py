@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visgen.checks import UserError
 from visgen.nn.cache import KVCache
 from visgen.nn.rope import rotate
 
@@ -17,9 +18,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
+        check_heads(width, heads, kv_heads)
         kv_heads = kv_heads or heads
-        if width % heads or heads % kv_heads:
-            raise ValueError(f"width {width} must divide by heads {heads}, and heads by kv_heads {kv_heads}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.wqkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
@@ -44,3 +44,10 @@ class Attention(nn.Module):
         grouped = self.kv_heads != self.heads
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         return self.dropout(self.wo(out.transpose(1, 2).flatten(2)))
+
+
+def check_heads(width: int, heads: int, kv_heads: int | None = None) -> None:
+    """Raises `UserError` where the heads do not share the width, or the key/value heads, evenly."""
+    if width % heads or heads % (kv_heads or heads):
+        kv = "" if kv_heads is None else f", and heads of kv_heads {kv_heads}"
+        raise UserError(f"width {width} must be a multiple of heads {heads}{kv}; change one of them")

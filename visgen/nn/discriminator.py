@@ -15,15 +15,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visgen.checks import Positive, Rate
 from visgen.nn.conv import group_norm
 
 
 @dataclass(frozen=True)
 class Config:
-    width: int = 64  # channels of the first layer, doubled by each further one up to eight times
-    layers: int = 3  # layers of stride 2; the receptive field is 16, 34, 70, 142 px for 1, 2, 3, 4
+    width: Positive = 64  # channels of the first layer, doubled by each further one up to eight times
+    layers: Positive = 3  # layers of stride 2; the receptive field is 16, 34, 70, 142 px for 1, 2, 3, 4
     norm: Literal["group", "none"] = "group"
-    lecam_decay: float = 0.999  # of the moving means of the logits
+    lecam_decay: Rate = 0.999  # of the moving means of the logits
 
 
 class PatchDiscriminator(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visgen.checks import UserError
+
 
 def rope_2d(coords: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
     """Rotation of every slot: coords [..., 3] (t, y, x) int -> [..., head_dim / 2, 2] float32 (cos, sin).
@@ -31,4 +33,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def check_head_dim(head_dim: int) -> None:
     """2-D rotation needs pairs on both axes."""
     if head_dim % 4:
-        raise ValueError(f"head dimension {head_dim} must be a multiple of 4: half of its pairs turn with each axis")
+        raise UserError(
+            f"head dimension {head_dim} (width / heads) must be a multiple of 4: half of its pairs turn with y, half "
+            "with x; change width or heads"
+        )

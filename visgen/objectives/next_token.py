@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from visgen import config as configs
+from visgen.checks import Positive
 from visgen.config import UserError, plugin
 from visgen.data import Batch, Data
 from visgen.decode.engine import Engine
@@ -29,7 +30,7 @@ class PreviewConfig:
         guidance, warp, sampler: how they are drawn.
     """
 
-    images: int = 16
+    images: Positive = 16
     guidance: Guidance = field(default_factory=Guidance)
     warp: Warp = field(default_factory=Warp)
     sampler: Any = plugin("visgen.samplers", "ar")

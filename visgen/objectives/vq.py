@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from visgen.checks import Natural, Positive, Scale, Weight
 from visgen.config import UserError, build, plugin
 from visgen.data import Batch, Data
 from visgen.nn import discriminator
@@ -45,14 +46,14 @@ class Losses:
         lecam: weight of LeCAM in the discriminator's loss; 0 leaves it out.
     """
 
-    l1: float = 0.0
-    l2: float = 1.0
-    perceptual: float = 0.0
+    l1: Weight = 0.0
+    l2: Weight = 1.0
+    perceptual: Weight = 0.0
     perceptual_weights: Path | None = None
     perceptual_heads: Path | None = None
-    perceptual_zoom: int = 1
-    adversarial: float = 0.1
-    lecam: float = 0.001
+    perceptual_zoom: Positive = 1
+    adversarial: Weight = 0.1
+    lecam: Weight = 0.001
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Config:
     tokenizer: Any = plugin("visgen.tokenizers", "conv_vq")
     losses: Losses = field(default_factory=Losses)
     discriminator: discriminator.Config = field(default_factory=discriminator.Config)
-    gan_start: int = 20_000
-    discriminator_start: int | None = None
-    discriminator_lr_scale: float = 1.0
+    gan_start: Natural = 20_000
+    discriminator_start: Natural | None = None
+    discriminator_lr_scale: Scale = 1.0
 
 
 class VQ(Objective):

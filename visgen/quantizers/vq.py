@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visgen.checks import Natural, Positive, Range, Rate, Scale, Weight
 from visgen.quantizers import Quantized, Quantizer
 
 BUDGET = 2**22  # elements of the largest [tokens, codes] float32 matrix that lives (16 MiB)
@@ -31,17 +33,19 @@ ENTROPY_ROWS = 4096  # tokens that the entropy loss looks at
 
 @dataclass(frozen=True)
 class Config:
-    codes: int = 16384
-    channels: int = 8
+    codes: Positive = 16384
+    channels: Positive = 8
     normalise: bool = True  # unit-length vectors and codes (cosine distance); False: plain Euclidean VQ
-    commitment: float = 0.25  # weight of |z - sg[e]|^2; |e - sg[z]|^2 weighs 1
-    init_after: int = -1  # bypass quantisation this many steps, then draw the table from the batch; -1: random table
-    restart_below: float = 0.0  # redraw a code whose share is below this part of 1 / codes; 0: never
-    restart_until: int = 0  # last step with restarts, so that a weight EMA can settle; 0: no end
-    decay: float = 0.99  # of the moving share of each code
-    entropy: float = 0.0  # weight of mean entropy - entropy of the mean; 0 computes nothing
-    temperature: float = 0.01  # of the assignment probabilities in the entropy loss
-    window: int = 20  # usage counts the codes chosen within the last window * codes tokens
+    commitment: Weight = 0.25  # weight of |z - sg[e]|^2; |e - sg[z]|^2 weighs 1
+    init_after: Annotated[
+        int, Range(-1)
+    ] = -1  # bypass quantisation this many steps, then draw the table from the batch; -1: random table
+    restart_below: Weight = 0.0  # redraw a code whose share is below this part of 1 / codes; 0: never
+    restart_until: Natural = 0  # last step with restarts, so that a weight EMA can settle; 0: no end
+    decay: Rate = 0.99  # of the moving share of each code
+    entropy: Weight = 0.0  # weight of mean entropy - entropy of the mean; 0 computes nothing
+    temperature: Scale = 0.01  # of the assignment probabilities in the entropy loss
+    window: Positive = 20  # usage counts the codes chosen within the last window * codes tokens
 
 
 class VQ(Quantizer):

@@ -8,11 +8,12 @@ Frames are tokenized one by one. Any resolution whose sides are multiples of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from visgen.checks import Positive, Range, Rate
 from visgen.config import UserError, build, plugin
 from visgen.nn.conv import Decoder, Encoder, Shape
 from visgen.tokenizers import Reconstruction, Tokenizer
@@ -20,15 +21,16 @@ from visgen.tokenizers import Reconstruction, Tokenizer
 
 @dataclass(frozen=True)
 class Config:
-    image_size: int = 256  # side in pixels
-    width: int = 128  # channels at full resolution
-    decoder_width: int | None = None  # of the decoder, the encoder's if none
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)  # times width, per resolution; the stride is 2 ** (their number - 1)
-    res_blocks: int = 2  # per resolution in the encoder; the decoder has one more
-    z_channels: int = 256  # between encoder or decoder and the 1x1 convolutions around the quantizer
+    image_size: Positive = 256  # side in pixels
+    width: Positive = 128  # channels at full resolution
+    decoder_width: Positive | None = None  # of the decoder, the encoder's if none
+    # times width, per resolution; the stride is 2 ** (their number - 1)
+    multipliers: Annotated[tuple[Positive, ...], Range(1)] = (1, 1, 2, 2, 4)
+    res_blocks: Positive = 2  # per resolution in the encoder; the decoder has one more
+    z_channels: Positive = 256  # between encoder or decoder and the 1x1 convolutions around the quantizer
     attention: bool = True  # at the lowest resolution
-    dropout: float = 0.0
-    norm_groups: int = 32  # of GroupNorm
+    dropout: Rate = 0.0
+    norm_groups: Positive = 32  # of GroupNorm
     quantizer: Any = plugin("visgen.quantizers", "vq")
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from visgen.checks import Rate
+
 
 @dataclass(frozen=True)
 class EmaConfig:
@@ -23,7 +25,7 @@ class EmaConfig:
         save_dtype: of the floating-point parameters in `model.safetensors`; the resume state is always fp32.
     """
 
-    decay: float = 0.9999
+    decay: Rate = 0.9999
     save_dtype: Literal["fp32", "bf16"] = "fp32"
 
 

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from visgen import checkpoint
+from visgen.checks import Natural, Positive, Seed, Weight, check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
 from visgen.launch import on_cpu
@@ -65,31 +66,23 @@ class LoopConfig:
         resume: auto (the newest checkpoint in `out`), never, or the run or step directory to start from.
     """
 
-    steps: int = 10_000
-    batch: int = 64
-    accumulation: int = 1
+    steps: Positive = 10_000
+    batch: Positive = 64
+    accumulation: Positive = 1
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
-    clip: float = 1.0
+    clip: Weight = 1.0
     compile: bool = False
-    workers: int = 4
-    save_every: int = 1000
-    keep_last: int = 2
-    preview_every: int = 1000
-    eval_every: int = 0
-    eval_samples: int = 2000
-    preview_images: int = 16
-    log_every: int = 50
-    seed: int = 0
+    workers: Natural = 4
+    save_every: Positive = 1000
+    keep_last: Natural = 2
+    preview_every: Natural = 1000
+    eval_every: Natural = 0
+    eval_samples: Positive = 2000
+    preview_images: Positive = 16
+    log_every: Positive = 50
+    seed: Seed = 0
     out: str = ""
     resume: str = "auto"
-
-    def check(self) -> None:
-        """Raises `UserError` for a number that is out of range."""
-        least = dict.fromkeys(("steps", "save_every", "log_every", "eval_samples"), 1)
-        least |= dict.fromkeys(("workers", "keep_last", "preview_every", "eval_every"), 0)
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise UserError(f"loop.{name} is {getattr(self, name)}; it must be at least {low}")
 
 
 @dataclass
@@ -138,7 +131,8 @@ def fit(
     Raises:
         UserError: settings that do not fit together, what the objective's `setup` refuses, a loss that is not finite.
     """
-    loop.check()
+    for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
+        check(settings, name)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)

@@ -74,9 +74,9 @@ def train(argv: list[str]) -> None:
     if config.dry_run:
         print(json.dumps(parameters(config)))
         return
+    parameters(config)  # nets that cannot be built are refused before a directory is made or data are read
     config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
-    loop.check()
     accelerator = make_accelerator(loop)
     with open_run(config, run, lock=accelerator.is_main_process) as resume:
         accelerator.wait_for_everyone()  # all have compared their config with the run's

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from visgen.checks import Natural, Rate, Scale, Share, Weight
 from visgen.config import UserError
 
 
@@ -32,15 +33,15 @@ class OptimConfig:
     """
 
     method: Literal["adamw", "adam"] = "adamw"
-    lr: float = 1e-4
-    lr_scale: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.05
-    warmup: int = 0
+    lr: Scale = 1e-4
+    lr_scale: Scale = 1.0
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: Scale = 1e-8
+    weight_decay: Weight = 0.05
+    warmup: Natural = 0
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    decay: float = 0.2
-    final: float = 0.0
+    decay: Share = 0.2
+    final: Share = 0.0
 
     def check(self, steps: int) -> None:
         """Raises `UserError` where the schedule does not fit into `steps`."""

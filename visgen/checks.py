@@ -1,0 +1,78 @@
+"""What a config's values may be: ranges as part of their types, and the error that names what lies outside.
+
+`width: Positive = 768` is an int of at least 1. `config.load` checks what it read, `config.build` what it builds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+
+class UserError(ValueError):
+    """An error whose message names the value at fault and the remedy. Programs print it in one line and exit 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bounds of a finite number, or of a tuple's length.
+
+    Attributes:
+        ends: the brackets of an interval; a round one leaves its bound out.
+    """
+
+    low: float
+    high: float = math.inf
+    ends: str = "[]"
+
+    def __contains__(self, value: float) -> bool:
+        low = self.low < value if self.ends[0] == "(" else self.low <= value
+        high = value < self.high if self.ends[1] == ")" else value <= self.high
+        return low and high and value < math.inf  # false for nan
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"within {self.ends[0]}{self.low}, {self.high}{self.ends[1]}"
+        return f"{'above' if self.ends[0] == '(' else 'at least'} {self.low}"
+
+
+Positive = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+Share = Annotated[float, Range(0, 1)]
+Rate = Annotated[float, Range(0, 1, "[)")]  # of a dropout or a decay, of which 1 would leave nothing
+Weight = Annotated[float, Range(0)]
+Scale = Annotated[float, Range(0, ends="()")]
+
+
+def check(config: Any, where: str = "") -> None:
+    """Raises `UserError` for the first value of a config, or of one inside it, that lies outside its type's range.
+
+    Args:
+        where: what stands before the names of its fields, such as `optim`.
+    """
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        name, value = f"{where}.{field.name}".lstrip("."), getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check(value, name)
+        else:
+            _check_value(hints[field.name], value, name)
+
+
+def _check_value(hint: Any, value: Any, name: str) -> None:
+    args = get_args(hint)
+    if get_origin(hint) is tuple:
+        if isinstance(value, tuple):
+            kinds = args[:1] * len(value) if ... in args else args
+            for i, (kind, item) in enumerate(zip(kinds, value, strict=True)):
+                _check_value(kind, item, f"{name}[{i}]")
+        return
+    what, number = ("the number of its values", len(value)) if isinstance(value, tuple) else ("it", value)
+    for part in args:  # of an annotation or a union
+        if not isinstance(part, Range):
+            _check_value(part, value, name)
+        elif isinstance(number, int | float) and number not in part:
+            finite = "" if number < math.inf else "finite and "
+            raise UserError(f"{name} is {value}; {what} must be {finite}{part}")
