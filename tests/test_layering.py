@@ -22,6 +22,10 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
         "objectives/next_token.py",
         "checkpoint",
     ): "setup reads the tokenizer's file, which building the nets does not need",
+    (
+        "objectives/vq.py",
+        "checkpoint",
+    ): "setup reads the tokenizer to start from, which building the nets does not need",
     ("objectives/next_token.py", "encode"): "setup decodes a few cached codes back with the program's own check",
 }
 

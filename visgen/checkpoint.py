@@ -113,9 +113,13 @@ def load_model(path: Path | str, **expect: Any) -> Model:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """sha256 of the config and of every tensor (name, shape, bytes; floats as float32): equal hash, equal tokens."""
+    """sha256 of the config and of every tensor (name, shape, bytes; floats as float32) of the parts that tokens depend
+    on: equal hash, equal tokens of equal meaning. A decoder that was trained further alone keeps the hash."""
     digest = hashlib.sha256(json.dumps(describe(tokenizer.config), sort_keys=True).encode())
+    parts = tokenizer.code_parts
     for name, tensor in sorted(tokenizer.state_dict().items()):
+        if parts and name.partition(".")[0] not in parts:
+            continue
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.float() if tensor.is_floating_point() else tensor
         digest.update(f"{name}{tuple(tensor.shape)}".encode())

@@ -2,8 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from visgen.nn.discriminator import Config, LeCam, PatchDiscriminator, hinge_discriminator, hinge_generator
+from visgen.nn.discriminator import (
+    Config,
+    LeCam,
+    PatchDiscriminator,
+    build_discriminator,
+    hinge_discriminator,
+    hinge_generator,
+)
 
 
 def test_size_of_the_three_layer_one():
@@ -59,3 +67,13 @@ def test_lecam_pulls_sides_together():
     lecam(logits[:1].detach(), logits[1:].detach())
     lecam(logits[:1], logits[1:]).backward()
     assert logits.grad[0] > 0 > logits.grad[1]
+
+
+def test_features_discriminator_gives_a_logit_per_map_and_patch_and_weighs_maps_alike():
+    torch.manual_seed(0)
+    model = build_discriminator(Config(kind="features", width=8, layers=3, norm="none"))
+    maps = [F.normalize(torch.randn(2, c, s, s), dim=1) for c, s in ((64, 32), (128, 16), (256, 8), (512, 4))]
+    logits = model(torch.zeros(2, 3, 32, 32), lambda pixels: maps)
+    assert logits.shape == (2, 3, 8, 8) and logits.dtype == torch.float32
+    fine = model.heads[0](maps[0] * 8)
+    torch.testing.assert_close(logits[:, 0].mean(), fine.mean())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from visgen import checkpoint
 from visgen.config import UserError, build
 from visgen.nn import discriminator, perceptual
 from visgen.objectives.vq import Config, Losses, psnr
@@ -30,7 +31,8 @@ def make(seed: int = 0, **settings):
         quantizer=vq.Config(codes=32, channels=4, init_after=1, restart_below=0.3, decay=0.8),
     )
     wanted = {"gan_start": 2, "discriminator_start": 1, "losses": Losses(l1=0.5, lecam=0.1), **settings}
-    return build(Config(tokenizer=tokenizer, discriminator=discriminator.Config(width=4, layers=2), **wanted))
+    wanted = {"discriminator": discriminator.Config(width=4, layers=2), **wanted}
+    return build(Config(tokenizer=tokenizer, **wanted))
 
 
 def batch(seed: int = 0, count: int = 4):
@@ -190,3 +192,69 @@ def test_two_processes_keep_equal_parameters_and_statistics(tmp_path):
     assert first["restarts"] == second["restarts"] >= 32
     for name, value in first["state"].items():
         assert torch.equal(value, second["state"][name]), name
+
+
+# ---------------------------------------------------------------------------- decoder alone, features discriminator
+
+
+def decoder_alone(path, **settings):
+    """An objective that trains the decoder of a saved tokenizer, set up; and that tokenizer."""
+    first = make(seed=1)
+    found = first.exported()
+    with torch.no_grad():
+        found.quantizer.steps.fill_(9)
+    checkpoint.save_module(path / "t.safetensors", found, found.config)
+    objective = make(start=path / "t.safetensors", train="decoder", **settings)
+    objective.setup(SimpleNamespace(image_size=(16, 16)))
+    return objective, found.eval()
+
+
+def test_training_the_decoder_keeps_codes_and_their_hash(tmp_path):
+    objective, start = decoder_alone(tmp_path)
+    model, data = objective.exported().train(), batch()
+    trained = [p for p in objective.nets["tokenizer"].parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.1)
+    for step in range(3):
+        for name in objective.turns(step):
+            loss, _ = objective.loss(name, objective.nets, data, step, RNG)
+            loss.backward()
+        optimizer.step()
+    assert untouched(model.decoder) == untouched(model.from_code) == []
+    assert torch.equal(model.encode(data["pixels"]), start.encode(data["pixels"]))
+    assert not torch.equal(model.decode(start.encode(data["pixels"])), start.decode(start.encode(data["pixels"])))
+    assert all(
+        torch.equal(p, start.state_dict()[n]) for n, p in model.state_dict().items() if n[:2] in ("en", "to", "qu")
+    )
+    assert checkpoint.tokenizer_hash(model) == checkpoint.tokenizer_hash(start)
+    with torch.no_grad():
+        model.quantizer.table[0] += 1
+    assert checkpoint.tokenizer_hash(model) != checkpoint.tokenizer_hash(start)
+
+
+def test_start_is_refused_without_a_file_or_with_another_config(tmp_path):
+    with pytest.raises(UserError, match="names no tokenizer"):
+        make(train="decoder")
+    other = build(conv_vq.Config(image_size=16, width=16, multipliers=(1, 2), res_blocks=1, norm_groups=4))
+    checkpoint.save_module(tmp_path / "t.safetensors", other, other.config)
+    with pytest.raises(UserError, match=r"set in the latter: width 16, .*quantizer.codes 16384"):
+        make(start=tmp_path / "t.safetensors").setup(SimpleNamespace(image_size=(16, 16)))
+
+
+def test_features_discriminator_in_every_turn(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    network = perceptual.Perceptual()
+    monkeypatch.setattr("visgen.objectives.vq.load_perceptual", lambda path, heads: network)
+    critic = discriminator.Config(kind="features", width=8, layers=2)
+    losses = Losses(perceptual_weights=tmp_path / "vgg", adversarial=0.1)
+    objective = make(discriminator=critic, losses=losses)
+    objective.setup(SimpleNamespace(image_size=(16, 16)))
+    data = batch()
+    for name in ("tokenizer", "discriminator"):
+        loss, _ = objective.loss(name, objective.nets, data, 2, RNG)
+        loss.backward()
+        assert untouched(objective.nets[name]) == []
+    assert untouched(network) == [n for n, _ in network.named_parameters()]
+    with pytest.raises(UserError, match="perceptual_weights names no file"):
+        make(discriminator=critic)
+    with pytest.raises(UserError, match="is 9; the feature network has 5 maps"):
+        make(discriminator=discriminator.Config(kind="features", layers=9), losses=losses)

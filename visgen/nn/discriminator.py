@@ -1,12 +1,14 @@
-"""PatchGAN discriminator, hinge loss and the LeCAM regulariser.
+"""Discriminators (PatchGAN, or heads on frozen features), hinge loss and the LeCAM regulariser.
 
 Sources: Isola et al., arXiv:1611.07004 (70x70 patches with three layers); hinge loss as in Lim & Ye, arXiv:1705.02894;
-LeCAM: Tseng et al., arXiv:2104.03310, eq. 5. GroupNorm stands where the papers have BatchNorm, so an image's logits
-depend on no other image and ranks share no statistics.
+LeCAM: Tseng et al., arXiv:2104.03310, eq. 5. GroupNorm stands where the papers have BatchNorm, so an image's
+logits depend on no other image and ranks share no statistics. Heads on the features of a pretrained network: Sauer et
+al., "Projected GANs", arXiv:2111.01007, here without the random projections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visgen.checks import Positive, Rate
+from visgen.config import UserError
 from visgen.nn.conv import group_norm
+from visgen.nn.perceptual import WIDTHS
+
+Features = Callable[[Tensor], list[Tensor]]  # images [B, 3, H, W] -> maps [B, C_l, h_l, w_l] of unit length over C_l
 
 
 @dataclass(frozen=True)
 class Config:
-    width: Positive = 64  # channels of the first layer, doubled by each further one up to eight times
-    layers: Positive = 3  # layers of stride 2; the receptive field is 16, 34, 70, 142 px for 1, 2, 3, 4
+    kind: Literal["patch", "features"] = "patch"  # features: on the trunk of objective.losses.perceptual_weights
+    width: Positive = 64  # channels of the first layer, patch: doubled by each further one up to eight times
+    layers: Positive = 3  # patch: of stride 2, receptive field 16, 34, 70, 142 px for 1, 2, 3, 4; features: maps used
     norm: Literal["group", "none"] = "group"
     lecam_decay: Rate = 0.999  # of the moving means of the logits
 
@@ -47,9 +54,49 @@ class PatchDiscriminator(nn.Module):
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[B, 3, H, W] in [-1, 1] -> logits [B, 1, h, w], float32; large means real."""
+    def forward(self, pixels: Tensor, features: Features | None = None) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> logits [B, 1, h, w], float32; large means real. `features` are not needed."""
         return self.net(pixels).float()
+
+
+class FeatureDiscriminator(nn.Module):
+    """One head per depth of a frozen feature network: 3x3 convolutions on its map, then one logit per patch.
+
+    The network is an argument of `forward`, not a part, so it is neither trained nor saved.
+    """
+
+    def __init__(self, config: Config, channels: Sequence[int]) -> None:
+        """channels: of the feature maps, from the finest on; deeper maps of the network are not looked at."""
+        super().__init__()
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(n, config.width, 3, padding=1, bias=config.norm == "none"),
+                *[group_norm(config.width)] * (config.norm == "group"),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(config.width, 1, 3, padding=1),
+            )
+            for n in channels
+        )
+
+    def forward(self, pixels: Tensor, features: Features) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> logits [B, heads, h, w], float32; large means real.
+
+        Every map counts alike: the logits of all are averaged down to the grid of the coarsest.
+        """
+        maps = features(pixels)[: len(self.heads)]
+        grid = maps[-1].shape[2], maps[-1].shape[3]
+        logits = [head(f * f.shape[1] ** 0.5) for head, f in zip(self.heads, maps, strict=True)]
+        return torch.cat([F.adaptive_avg_pool2d(x.float(), grid) for x in logits], 1)
+
+
+def build_discriminator(config: Config) -> nn.Module:
+    """The discriminator of a config."""
+    if config.kind == "patch":
+        return PatchDiscriminator(config)
+    channels = [widths[-1] for widths in WIDTHS]
+    if config.layers > len(channels):
+        raise UserError(f"discriminator.layers is {config.layers}; the feature network has {len(channels)} maps")
+    return FeatureDiscriminator(config, channels[: config.layers])
 
 
 class LeCam(nn.Module):

@@ -11,22 +11,23 @@ DDP waits for is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from visgen import config as configs
 from visgen.checks import Natural, Positive, Scale, Weight
 from visgen.config import UserError, build, plugin
 from visgen.data import Batch, Data
 from visgen.nn import discriminator
-from visgen.nn.discriminator import LeCam, PatchDiscriminator, hinge_discriminator, hinge_generator
+from visgen.nn.discriminator import Features, LeCam, build_discriminator, hinge_discriminator, hinge_generator
 from visgen.nn.perceptual import CONVERT, Perceptual, load_perceptual
 from visgen.objectives import Logs, Objective
 from visgen.tokenizers import Tokenizer
@@ -62,8 +63,11 @@ class Config:
 
     Attributes:
         tokenizer: what is trained and saved.
+        start: run directory or safetensors file of a tokenizer of the same config to start from.
+        train: decoder: the codes stay those of `start`, so that caches of them and models stay valid. Adversarial
+            training comes last this way, and never moves the codes.
         losses: their weights.
-        discriminator: its size.
+        discriminator: its kind and size.
         gan_start: step from which the tokenizer sees the discriminator.
         discriminator_start: step from which the discriminator trains, at most gan_start; gan_start if none. Started
             together, both are cold and reconstructions suffer.
@@ -71,6 +75,8 @@ class Config:
     """
 
     tokenizer: Any = plugin("visgen.tokenizers", "conv_vq")
+    start: Path | None = None
+    train: Literal["all", "decoder"] = "all"
     losses: Losses = field(default_factory=Losses)
     discriminator: discriminator.Config = field(default_factory=discriminator.Config)
     gan_start: Natural = 20_000
@@ -94,7 +100,17 @@ class VQ(Objective):
             raise UserError(
                 f"objective.discriminator_start is {start}; it must not exceed gan_start ({config.gan_start})"
             )
+        if config.train == "decoder":
+            if config.start is None:
+                raise UserError(
+                    "objective.train is decoder, but objective.start names no tokenizer whose codes to keep"
+                )
+            self.exported().freeze_codes()
         if config.losses.adversarial > 0:
+            if config.discriminator.kind == "features" and config.losses.perceptual_weights is None:
+                raise UserError(
+                    f"objective.discriminator.kind is features but losses.perceptual_weights names no file; {CONVERT}"
+                )
             self.nets["discriminator"] = DiscriminatorNet(config.discriminator, config.losses.lecam)
             self.optim_overrides["discriminator"] = {"lr_scale": config.discriminator_lr_scale}
         self._fakes: list[tuple[Tensor, Tensor]] = []  # (pixels, reconstruction) of this step's micro-batches
@@ -109,13 +125,29 @@ class VQ(Objective):
                 f"the data's image_size is {tuple(data.image_size)}, objective.tokenizer.image_size is {wanted}; "
                 f"pass --objective.tokenizer.image_size {data.image_size[0]} or change the data's"
             )
-        if losses.perceptual > 0:
-            if losses.perceptual_weights is None:
-                raise UserError(
-                    f"objective.losses.perceptual is {losses.perceptual} but perceptual_weights names no file; "
-                    f"{CONVERT}, or set the weight to 0"
-                )
+        if losses.perceptual > 0 and losses.perceptual_weights is None:
+            raise UserError(
+                f"objective.losses.perceptual is {losses.perceptual} but perceptual_weights names no file; "
+                f"{CONVERT}, or set the weight to 0"
+            )
+        if self.config.start is not None:
+            self._start_from(self.config.start)
+        if losses.perceptual > 0 or (losses.adversarial > 0 and self.config.discriminator.kind == "features"):
+            assert losses.perceptual_weights is not None
             self.frozen["perceptual"] = load_perceptual(losses.perceptual_weights, losses.perceptual_heads)
+
+    def _start_from(self, path: Path) -> None:
+        from visgen.checkpoint import load_tokenizer  # reads files, so it is not needed to build the nets
+
+        found, wanted = load_tokenizer(path), self.exported()
+        given, own = (dict(_leaves(configs.dump(t.config))) for t in (found, wanted))
+        differing = [f"{key} {value}" for key, value in given.items() if own.get(key) != value]
+        if differing or type(found) is not type(wanted):
+            raise UserError(
+                f"objective.start {path} was made with another config than objective.tokenizer's; set in the latter: "
+                f"{', '.join(differing) or type(found).__name__}"
+            )
+        wanted.load_state_dict(found.state_dict())
 
     def turns(self, step: int) -> list[str]:
         adversarial = "discriminator" in self.nets and step >= self.discriminator_start
@@ -126,10 +158,10 @@ class VQ(Objective):
     ) -> tuple[Tensor, Logs]:
         pixels = batch["pixels"]
         if name == "discriminator":
-            return nets[name](pixels, self._fake(pixels))
+            return nets[name](pixels, self._fake(pixels), self._features())
         critic = None
         if "discriminator" in nets and step >= self.config.gan_start:
-            critic = detached(self.nets["discriminator"].model)  # type: ignore[arg-type]
+            critic = partial(detached(self.nets["discriminator"].model), features=self._features())  # type: ignore[arg-type]
         loss, logs = nets[name](pixels, self.frozen.get("perceptual"), critic)
         fake = logs.pop("reconstruction")
         if step != self._step:
@@ -150,6 +182,10 @@ class VQ(Objective):
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         pixels = batch["pixels"]
         return {"psnr": psnr(_round_trip(model, pixels).float().flatten(0, 1), pixels.flatten(0, 1))}
+
+    def _features(self) -> Features | None:
+        """What the discriminator looks at besides pixels."""
+        return self.frozen["perceptual"].features if self.config.discriminator.kind == "features" else None  # type: ignore[return-value]
 
     def _fake(self, pixels: Tensor) -> Tensor:
         found = next((fake for real, fake in self._fakes if real is pixels), None)
@@ -206,13 +242,13 @@ class DiscriminatorNet(nn.Module):
 
     def __init__(self, config: discriminator.Config, lecam: float) -> None:
         super().__init__()
-        self.model = PatchDiscriminator(config)
+        self.model = build_discriminator(config)
         self.lecam, self.lecam_weight = LeCam(config.lecam_decay), lecam
 
-    def forward(self, pixels: Tensor, fake: Tensor) -> tuple[Tensor, Logs]:
+    def forward(self, pixels: Tensor, fake: Tensor, features: Features | None = None) -> tuple[Tensor, Logs]:
         """Real and made images [B, T, 3, H, W] -> (loss, logs)."""
         images = torch.cat([pixels.float().flatten(0, 1), fake.flatten(0, 1)])
-        real_logits, fake_logits = self.model(images).float().chunk(2)
+        real_logits, fake_logits = self.model(images, features).chunk(2)
         loss = hinge = hinge_discriminator(real_logits, fake_logits)
         logs = {"hinge": hinge, "logits_real": real_logits.mean(), "logits_fake": fake_logits.mean()}
         if self.lecam_weight > 0:
@@ -221,9 +257,10 @@ class DiscriminatorNet(nn.Module):
         return loss, {k: v.detach() for k, v in logs.items()}
 
 
-def detached(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def detached(module: nn.Module) -> Callable[..., Tensor]:
     """`module` as a function whose gradient reaches its input but none of its parameters."""
-    return partial(functional_call, module, {name: p.detach() for name, p in module.named_parameters()})
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    return lambda *args, **settings: functional_call(module, parameters, args, settings)
 
 
 @torch.no_grad()
@@ -236,3 +273,9 @@ def psnr(image: Tensor, real: Tensor) -> Tensor:
     """Mean over images of the peak signal-to-noise ratio in dB, [B, 3, H, W] in [-1, 1] (peak to peak 2)."""
     error = (image.detach().clamp(-1, 1) - real).square().mean((1, 2, 3)).clamp(min=1e-10)
     return (10 * torch.log10(4 / error)).mean()
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all that nested dictionaries hold."""
+    for key, value in values.items():
+        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]

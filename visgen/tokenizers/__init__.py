@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from visgen.config import UserError
+
 
 @dataclass
 class Reconstruction:
@@ -26,12 +28,16 @@ class Tokenizer(nn.Module, ABC):
         grid: (T', H', W') of the tokens; N = T' H' W', raster order.
         vocab: number of codes, None for continuous tokens.
         channels: width C of a code vector.
+        code_parts: sub-modules that `encode` and `embed` use, which give tokens their meaning; none means all.
+        codes_frozen: whether only the other parts train.
     """
 
     image_size: tuple[int, int]
     grid: tuple[int, int, int]
     vocab: int | None
     channels: int
+    code_parts: tuple[str, ...] = ()
+    codes_frozen: bool = False
 
     @abstractmethod
     def forward(self, pixels: Tensor) -> Reconstruction:
@@ -48,3 +54,17 @@ class Tokenizer(nn.Module, ABC):
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
         """ids [B, N] -> code vectors [B, N, C]."""
+
+    def freeze_codes(self) -> None:
+        """From now on only the decoder trains: tokens keep their meaning, and models of them stay valid.
+
+        Raises:
+            UserError: the tokenizer has no part that is the decoder's alone.
+        """
+        if not self.code_parts:
+            raise UserError(
+                f"tokenizer {type(self).__name__} cannot train its decoder alone; set objective.train to all"
+            )
+        for name in self.code_parts:
+            getattr(self, name).requires_grad_(False)
+        self.codes_frozen = True

@@ -37,6 +37,8 @@ class Config:
 class ConvVQ(Tokenizer):
     """Encoder, 1x1 convolution, quantizer, 1x1 convolution, decoder."""
 
+    code_parts = ("encoder", "to_code", "quantizer")
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -57,6 +59,9 @@ class ConvVQ(Tokenizer):
 
     def forward(self, pixels: Tensor) -> Reconstruction:
         """Training pass: [B, T, 3, H, W] in [-1, 1] -> unclamped reconstruction, ids [B, T h w], losses."""
+        if self.codes_frozen:
+            ids = self.encode(pixels)
+            return Reconstruction(self._pixels(self.embed(ids), self.grid_of(pixels)), ids)
         quantized = self.quantizer(self._vectors(pixels))
         out = self._pixels(quantized.vectors, self.grid_of(pixels))
         return Reconstruction(out, quantized.ids, quantized.losses, quantized.metrics)
