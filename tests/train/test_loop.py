@@ -312,7 +312,7 @@ def test_a_truncated_newest_step_names_the_way_out(whole, tmp_path, name, keep):
         train(run, *NOISY)
     said = str(found.value)
     assert said.startswith(f"{run / 'step_0000004'} does not fit this config or is damaged (") and "\n" not in said
-    assert said.endswith(f"; remove it to go on from {run / 'step_0000002'}")
+    assert said.endswith(f"; if damaged, remove it to go on from {run / 'step_0000002'}")
     shutil.rmtree(run / "step_0000004")
     assert metrics(train(run, *NOISY)) == metrics(whole)
 

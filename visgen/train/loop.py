@@ -314,9 +314,9 @@ def load(state: State, path: Path) -> int:
         state.accelerator.load_state(str(path / "state"))
         return int(json.loads((path / checkpoint.META).read_text())["step"])
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason, older = " ".join(str(error).split()), checkpoint.older_steps(path)
+        reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
         raise UserError(
-            f"{path} does not fit this config or is damaged ({reason[:300]}); remove it to "
+            f"{path} does not fit this config or is damaged ({reason[:300]}); if damaged, remove it to "
             + (f"go on from {older[-1]}" if older else "start anew, for there is no older one")
         ) from error
 
