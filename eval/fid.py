@@ -11,10 +11,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from visgen import config as configs
 from visgen import evaluate as ev
+from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig, load
 from visgen.launch import writable
@@ -51,14 +52,14 @@ class FidConfig(SamplingConfig):
     checkpoint: str = ""
     step: int | None = None
     data: Any = plugin("visgen.data", "fashion_mnist")
-    rows: tuple[Row, ...] = ("generated",)
-    n: int = 10_000
-    reference_n: int | None = None
-    plan_seed: int = 0
+    rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
+    n: Positive = 10_000
+    reference_n: Annotated[int, Range(2)] | None = None
+    plan_seed: Seed = 0
     extractor: str = "fd_efflite0"
     weights: Path | None = None
-    extractor_batch: int | None = None
-    groups: int = 25
+    extractor_batch: Positive | None = None
+    groups: Positive = 25
     allow_small: bool = False
     reference_cache: Path | None = None
     wandb: bool = False
@@ -72,6 +73,8 @@ def main() -> None:
         raise UserError(f"--checkpoint is needed for the rows {', '.join(needs_checkpoint)}")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    if settings.reference_cache:
+        writable(settings.reference_cache.parent, "the folder of --reference-cache")
     device, _ = settings.engine.resolve()
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
@@ -79,11 +82,14 @@ def main() -> None:
     held_out = configs.build(settings.data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
-    ev.check_size(plan, ref_n, extractor, settings.allow_small)
+    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        generator.check_guidance(settings.guidance)
     train = configs.build(settings.data, "train") if set(settings.rows) - {"generated"} else None
+    if train is not None and {"real", "recon"} & set(settings.rows):
+        ev.choose(train, plan)  # refuses an n that the classes do not allow
     with Progress("reference", world.rank == 0) as step:
         ref = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
     protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)

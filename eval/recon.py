@@ -18,6 +18,7 @@ from torch import Tensor
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.checkpoint import load_tokenizer
+from visgen.checks import Positive
 from visgen.config import UserError, plugin
 from visgen.generate import EngineConfig
 from visgen.launch import writable
@@ -46,12 +47,12 @@ class ReconConfig:
 
     tokenizer: Path | None = None
     data: Any = plugin("visgen.data", "fashion_mnist")
-    n: int = 10_000
+    n: Positive = 10_000
     perceptual: Path | None = None
     extractor: str = "fd_efflite0"
     weights: Path | None = None
-    extractor_batch: int | None = None
-    groups: int = 25
+    extractor_batch: Positive | None = None
+    groups: Positive = 25
     allow_small: bool = False
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(batch=256))
     out: Path = Path("out/eval/recon")
@@ -69,7 +70,8 @@ def main() -> None:
     )
     data = configs.build(settings.data, "held_out")
     plan = SamplePlan(settings.n, len(data.classes))
-    ev.check_size(plan, len(data), extractor, settings.allow_small)
+    ev.check_size(plan, len(data), extractor, settings.groups, settings.allow_small)
+    ev.choose(data, plan)  # refuses an n that the classes do not allow
     tokenizer = load_tokenizer(settings.tokenizer).to(device)
     ev.check_match(data, tokenizer)
     perceptual = perceptual_distance(settings.perceptual, device)

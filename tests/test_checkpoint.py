@@ -153,7 +153,16 @@ def test_half_written_steps_do_not_count(runs):
 def test_truncated_files(runs, size):
     path = runs / "ar" / "step_0000002" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    refused(lambda: checkpoint.load_model(runs / "ar"), "is truncated or not a safetensors file", "earlier step")
+    refused(lambda: checkpoint.load_model(runs / "ar"), "is truncated or not a safetensors", "earlier step_0000001")
+    path = runs / "ar" / "step_0000001" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    refused(lambda: checkpoint.load_model(path), "is truncated or not a safetensors file", "copy it again")
+
+
+def test_older_steps(runs):
+    steps = checkpoint.find_steps(runs / "ar")
+    assert checkpoint.older_steps(steps[1]) == steps[:1] and checkpoint.older_steps(steps[0]) == []
+    assert checkpoint.older_steps(runs / "ar" / "step_0000007") == []
 
 
 def test_weights_that_do_not_fit_are_listed(runs):

@@ -1,11 +1,13 @@
-"""Where accelerate runs."""
+"""What a program runs on."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
 
-from visgen.launch import on_cpu
+from visgen.launch import cpus, on_cpu
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,10 @@ def test_the_cpu_is_used_when_told_or_for_want_of_a_gpu(
     if flag:
         monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
     assert on_cpu(told) is expected
+
+
+def test_cpus_are_those_that_this_process_may_use() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of more
+        torch.utils.data.DataLoader([0], num_workers=cpus())
+    assert cpus() >= 1

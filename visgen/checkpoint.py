@@ -167,8 +167,10 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        older = older_steps(path.parent)
         raise UserError(
-            f"{path} is truncated or not a safetensors file ({error}); copy it again or use an earlier step"
+            f"{path} is truncated or not a safetensors file ({error}); copy it again"
+            + (f" or use the earlier {older[-1].name}" if older else "")
         ) from None
 
 
@@ -236,6 +238,12 @@ def find_steps(run: Path | str) -> list[Path]:
     """Complete step directories of a run, oldest first."""
     found = [p for p in Path(run).glob("step_*") if re.fullmatch(r"step_\d+", p.name) and (p / META).is_file()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def older_steps(step: Path) -> list[Path]:
+    """Complete step directories of the same run that come before the directory `step`, oldest first."""
+    steps = find_steps(step.parent)
+    return steps[: steps.index(step)] if step in steps else []
 
 
 def find_step(path: Path | str, step: int | None = None) -> Path:

@@ -30,7 +30,7 @@ from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
-from visgen.launch import on_cpu
+from visgen.launch import cpus, on_cpu
 from visgen.tokenizers import Tokenizer
 
 
@@ -292,7 +292,7 @@ def _encode_shards(
         ends[len(jobs) - 1] = number  # the job that completes this shard
     device = _device(tokenizer.eval())
     source = _Jobs(data, index, jobs)
-    loader = DataLoader(source, batch_size=None, num_workers=workers, pin_memory=device.type == "cuda")
+    loader = DataLoader(source, batch_size=None, num_workers=min(workers, cpus()), pin_memory=device.type == "cuda")
     codes: list[Tensor] = []
     labels: list[Tensor] = []
     with _progress(sum(map(len, jobs)), show) as advance, _float32(device):

@@ -7,6 +7,7 @@ reference, extractor and labels, so they compare. Images stream through; none is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -93,7 +94,7 @@ def reference(
     n = len(data) if n is None else min(n, len(data))
     name = f"{kind_of(data.config)}/{data.split}"
     wanted = {"name": name, "n": str(n), "extractor": extractor.fingerprint, "config": repr(data.config)}
-    if cache is not None and cache.is_file():
+    if cache is not None and cache.exists():
         return _read_reference(cache, wanted)
     bank, audit = FeatureBank(extractor.dims["pool"], n), ImageAudit(n)
     mine = range(world.rank, n, world.size)
@@ -107,21 +108,26 @@ def reference(
     audit.reduce(world.sum)
     features = bank.all()
     if cache is not None and world.rank == 0:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"features": features}, cache, {**wanted, "hash": audit.hash})
+        temporary = cache.with_name(f".{cache.name}.tmp")
+        save_file({"features": features}, temporary, {**wanted, "hash": audit.hash})
+        os.replace(temporary, cache)  # a kill leaves no half of it
     return Reference(name, audit.hash, _stats(features), features)
 
 
 def _read_reference(path: Path, wanted: dict[str, str]) -> Reference:
-    with safe_open(path, framework="pt") as file:
-        about = file.metadata() or {}
-        for key, value in wanted.items():
-            if about.get(key) != value:
-                raise UserError(
-                    f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; "
-                    "delete the file or pass another --reference-cache"
-                )
-        features = file.get_tensor("features")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about, features = file.metadata() or {}, file.get_tensor("features")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"reference cache {path} is damaged ({error}); delete the file or pass another --reference-cache"
+        ) from None
+    for key, value in wanted.items():
+        if about.get(key) != value:
+            raise UserError(
+                f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; "
+                "delete the file or pass another --reference-cache"
+            )
     return Reference(about["name"], about["hash"], _stats(features), features)
 
 
@@ -199,21 +205,25 @@ def choose(data: Data, plan: SamplePlan) -> Tensor:
     """Indices [n] into `data` whose labels are the plan's (each image once), in the order of the source.
 
     Raises:
-        UserError: a class with too few images for the plan.
+        UserError: a class with too few images for the plan; it names the n that all classes allow.
     """
     labels = getattr(data, "labels", None)
     if labels is None:
         labels = torch.cat([data.get_many([i])["label"] for i in range(len(data))])
     wanted = plan.rows().label
+    have, need = (torch.bincount(x, minlength=plan.classes)[: plan.classes] for x in (labels, wanted))
+    if (have < need).any():
+        fewest = int(have.argmin())
+        most = int(have[fewest]) * plan.classes
+        raise UserError(
+            f"class {data.classes[fewest]} of the {data.split} split has {int(have[fewest])} images, fewer than the "
+            f"{int(need[fewest])} of each class that --n {plan.n} needs; "
+            + (f"lower --n to {most} or less" if most else "give it images, or leave it out")
+        )
     out = torch.empty(plan.n, dtype=torch.int64)
     for c in range(plan.classes):
-        have, need = (labels == c).nonzero().flatten(), (wanted == c).nonzero().flatten()
-        if len(have) < len(need):
-            raise UserError(
-                f"class {c} of the {data.split} split has {len(have)} images, the plan of {plan.n} needs {len(need)}; "
-                f"lower --n to {len(have) * plan.classes} or less"
-            )
-        out[need] = have[: len(need)]
+        place = (wanted == c).nonzero().flatten()
+        out[place] = (labels == c).nonzero().flatten()[: len(place)]
     return out
 
 
@@ -246,12 +256,14 @@ def protocol_of(extractor: FeatureExtractor, ref: Reference, data: Data, plan: S
     )
 
 
-def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, allow_small: bool) -> None:
-    """Refuses an N that the extractor's width makes meaningless, before any work.
+def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups: int, allow_small: bool) -> None:
+    """Refuses an N that is too small for the jackknife's groups or for the extractor's width, before any work.
 
     Raises:
-        UserError: naming N, the width and the remedy.
+        UserError: naming N, the groups or the width, and the remedy.
     """
+    if groups > plan.n:
+        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less (1: no error)")
     for n, what in ((plan.n, "images"), (ref_n, "reference images")):
         require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
 

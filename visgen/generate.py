@@ -141,6 +141,11 @@ class Generator:
             raise UserError(f"label '{name}' is unknown; the checkpoint knows {known}")
         return lowered.index(name.lower())
 
+    def check_guidance(self, guidance: Guidance) -> None:
+        """Raises `UserError` for a guidance that this model cannot follow."""
+        if self.model.config.condition.dropout == 0 and guidance.branches > 1:
+            raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
+
     def sample(
         self,
         labels: Sequence[int | str],
@@ -173,8 +178,7 @@ class Generator:
             check_seed(seed)
         if not isinstance(guidance, Guidance):
             guidance = Guidance(scale=1.0 if guidance is None else float(guidance))
-        if self.model.config.condition.dropout == 0 and guidance.branches > 1:
-            raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
+        self.check_guidance(guidance)
         built: Sampler = configs.build(sampler or configs.plugin_config("visgen.samplers", "ar"))
         engine = Engine(self.model, guidance, warp)
         pinned = None if known is None else self._known_tokens(*known, len(ids))

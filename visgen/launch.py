@@ -1,7 +1,8 @@
-"""What a program settles before it works: whether it runs on the CPU, and that its directory can be written."""
+"""What a program settles before it works: what it runs on, and that its directory can be written."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def on_cpu(told: bool = False) -> bool:
     from accelerate.utils import parse_flag_from_env  # slow to import, and `sample.py` only needs `writable`
 
     return told or not torch.cuda.is_available() or bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def cpus() -> int:
+    """How many CPUs this process may use; more data-reading processes than these only slow it down."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def writable(directory: Path, flag: str) -> Path:

@@ -78,6 +78,31 @@ def test_train_and_val_folders(tmp_path):
         folder(tmp_path, "held_out")
 
 
+@pytest.mark.parametrize("layout", ["by name", "two folders"])
+def test_images_beside_class_folders_are_told(tmp_path, caplog, layout):
+    parts = {s: tmp_path / s if layout == "two folders" else tmp_path for s in ("train", "held_out")}
+    for part in parts.values():
+        for name in (*(f"{c}/{i}.png" for i in range(9) for c in "ab"), "x.png", "y.JPG"):
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            image(0).save(part / name)
+    (tmp_path / "train.txt").touch()
+    with caplog.at_level(logging.WARNING):
+        for split in parts:
+            folder(tmp_path, split, held_out_fraction=0.5)
+    told = [f"{p}: 2 images beside its class folders are ignored; move them into one" for p in parts.values()]
+    assert [r.getMessage() for r in caplog.records] == (told if layout == "two folders" else told[:1])
+
+
+def test_nothing_is_said_of_other_files_and_of_one_class(mixed, tmp_path, caplog):
+    (mixed / "notes.txt").write_text("no image")
+    (tmp_path / "flat").mkdir()
+    image(0).save(tmp_path / "flat" / "x.png")
+    with caplog.at_level(logging.WARNING):
+        folder(mixed, held_out_fraction=0)
+        folder(tmp_path / "flat", held_out_fraction=0)
+    assert not caplog.records
+
+
 def test_split_by_hash_is_stable_and_disjoint(tmp_path):
     (tmp_path / "a").mkdir()
     for i in range(60):

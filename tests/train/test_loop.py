@@ -9,7 +9,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from toy import metrics, train
+from toy import HERE, metrics, train
 
 from visgen import checkpoint
 from visgen.config import UserError, build, plugin_config
@@ -19,6 +19,7 @@ from visgen.train import main as program
 from visgen.train import seeds
 from visgen.train.order import Order
 
+ROOT = HERE.parents[1]
 NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
 
 
@@ -286,6 +287,66 @@ def test_a_damaged_state(whole, tmp_path):
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match="does not fit this config or is damaged"):
         train(tmp_path / "run", *NOISY, "--loop.steps", "8", "--loop.resume", str(step))
+
+
+def damaged(whole, tmp_path, name, keep):
+    """A copy of the finished run at its last but one step, of which file `name` has lost its end."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "step_0000006")
+    path = run / "step_0000004" / name
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+    return run
+
+
+NEEDED = (
+    "meta.json state/model.safetensors state/model_1.safetensors state/optimizer.bin state/custom_checkpoint_0.pkl "
+    "state/custom_checkpoint_1.pkl"
+)
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, 0.9])
+@pytest.mark.parametrize("name", NEEDED.split())
+def test_a_truncated_newest_step_names_the_way_out(whole, tmp_path, name, keep):
+    run = damaged(whole, tmp_path, name, keep)
+    with pytest.raises(UserError) as found:
+        train(run, *NOISY)
+    said = str(found.value)
+    assert said.startswith(f"{run / 'step_0000004'} does not fit this config or is damaged (") and "\n" not in said
+    assert said.endswith(f"; if damaged, remove it to go on from {run / 'step_0000002'}")
+    shutil.rmtree(run / "step_0000004")
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+
+
+def test_a_truncated_only_step(whole, tmp_path):
+    run = damaged(whole, tmp_path, "meta.json", 0.5)
+    shutil.rmtree(run / "step_0000002")
+    with pytest.raises(UserError, match="remove it to start anew, for there is no older one"):
+        train(run, *NOISY)
+
+
+def test_a_run_without_its_config(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / "config.yaml").unlink()
+    with pytest.raises(UserError) as found:
+        train(run, *NOISY)
+    said = str(found.value)
+    assert f"run directory {run} holds checkpoints but no config.yaml" in said and f"--loop.resume {run}" in said
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["--loop.steps", "3"]])
+def test_without_a_config_one_line_says_how_to_call(flags, capsys):
+    with pytest.raises(SystemExit) as found:
+        program.main(flags)
+    said = capsys.readouterr().err
+    assert found.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("error: train.py needs a config, as in `python train.py configs/debug/vq.yaml")
+    assert (ROOT / "configs" / "debug" / "vq.yaml").is_file()
+
+
+def test_help_needs_no_config(capsys):
+    with pytest.raises(SystemExit) as found:
+        program.main(["--help"])
+    assert found.value.code == 0 and "--loop.steps" in capsys.readouterr().out
 
 
 def test_dry_run_prints_one_line_of_json(tmp_path, monkeypatch, capsys):

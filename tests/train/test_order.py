@@ -5,6 +5,7 @@ import pytest
 
 from visgen import config as configs
 from visgen.config import UserError
+from visgen.train import order as orders
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 
 
@@ -46,6 +47,15 @@ def test_samples_do_not_depend_on_the_workers():
     for a, b in zip(here, there, strict=True):
         assert a["index"].tolist() == b["index"].tolist()
         assert np.array_equal(a["pixels"], b["pixels"])
+
+
+@pytest.mark.parametrize(("workers", "started"), [(0, 0), (2, 2), (3, 3), (9, 3)])
+def test_no_more_workers_than_cpus(monkeypatch, workers, started):
+    seen = []
+    monkeypatch.setattr(orders, "cpus", lambda: 3)
+    monkeypatch.setattr(orders, "DataLoader", lambda *given, num_workers, **named: seen.append(num_workers) or [])
+    assert list(micro_batches(toy_data(), MicroBatches(Order(8, 8, 0), 0, 1, 0, 1, 1), 0, workers, pin=False)) == []
+    assert seen == [started]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

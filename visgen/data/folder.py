@@ -6,6 +6,7 @@ share chosen by a hash of each path relative to the root, which stays the same w
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from visgen.config import UserError
 from visgen.data import Split
 from visgen.data._images import SUFFIXES
 from visgen.data._source import ImageConfig, ImageData, split_by_name
+
+log = logging.getLogger(__name__)
 
 HELD_OUT_NAMES = ("held_out", "val", "test")
 
@@ -43,6 +46,9 @@ class Folder(ImageData):
         self.classes = names or ["all"]
         self._root = os.fsencode(parts[split])
         paths, labels = _images(parts[split], names)
+        beside = sum(map(_is_image, _listing(parts[split])[1])) if names else 0
+        if beside and (split == "train" or parts["train"] != parts["held_out"]):  # said once
+            log.warning("%s: %d images beside its class folders are ignored; move them into one", parts[split], beside)
         if parts["train"] == parts["held_out"]:
             kept = split_by_name(paths, config.held_out_fraction, split, f"data.root {root}")
             paths, labels = [paths[i] for i in kept], [labels[i] for i in kept]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import accelerate
@@ -30,7 +31,7 @@ from visgen import checkpoint
 from visgen.checks import Natural, Positive, Seed, Weight, check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
-from visgen.launch import on_cpu
+from visgen.launch import cpus, on_cpu
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
@@ -55,7 +56,7 @@ class LoopConfig:
             TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
         clip: largest gradient norm of a net, 0 for none.
         compile: torch.compile each net's forward.
-        workers: data-reading processes of each process.
+        workers: data-reading processes of each process, at most one a CPU.
         save_every, preview_every, log_every: in steps; the last step saves and previews too; 0 previews never.
         eval_every: held-out losses of the weight average, in steps; 0 never.
         eval_samples: held-out samples they are taken over.
@@ -311,10 +312,13 @@ def load(state: State, path: Path) -> int:
     """Restores everything from the step directory `path`; the number of steps done."""
     try:
         state.accelerator.load_state(str(path / "state"))
-    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path / 'state'} does not fit this config or is damaged: {reason[:300]}") from error
-    return int(json.loads((path / checkpoint.META).read_text())["step"])
+        return int(json.loads((path / checkpoint.META).read_text())["step"])
+    except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
+        raise UserError(
+            f"{path} does not fit this config or is damaged ({reason[:300]}); if damaged, remove it to "
+            + (f"go on from {older[-1]}" if older else "start anew, for there is no older one")
+        ) from error
 
 
 def _keep_tokenizer(objective: Objective, data: Data, run: Path, resumed: bool) -> str:
@@ -383,6 +387,7 @@ def _report(state: State, data: Data, out: Log, start: int) -> None:
         "data": f"{type(data).__module__.rpartition('.')[2]}, {len(data):,} samples, {len(data.classes)} classes",
         "steps": f"{loop.steps:,} ({epochs:.2f} epochs)" + (f", resumed after {start:,}" if start else ""),
         "batch": f"{loop.batch} = {accelerator.num_processes} processes x {loop.accumulation} micro-batches x {each}",
+        "workers": f"{loop.workers}" + (f", of which {cpus()} start: one a CPU" if loop.workers > cpus() else ""),
         "precision": loop.precision + (", compiled" if loop.compile else ""),
         "average": f"decay {state.ema_config.decay:g} of {state.objective.export}",
         "device": torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "cpu",

@@ -68,9 +68,14 @@ def train(argv: list[str]) -> None:
     """Reads the config, checks the run directory, builds data and objective, and trains.
 
     Raises:
-        UserError: see `config.load`, `open_run` and `loop.fit`.
+        UserError: no config; see also `config.load`, `open_run` and `loop.fit`.
     """
     config = configs.load(TrainConfig, argv, prog="train.py")
+    if all(word.startswith("-") for word in argv[:1]) and not any(word.startswith("--objective") for word in argv):
+        raise UserError(
+            "train.py needs a config, as in `python train.py configs/debug/vq.yaml --loop.steps 100`; configs/ holds "
+            "more, --help lists every key"
+        )
     if config.dry_run:
         print(json.dumps(parameters(config)))
         return
@@ -182,6 +187,11 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
 def compare_config(config: TrainConfig, run: Path) -> None:
     """Refuses to continue `run` under a config that differs in more than `NEUTRAL` keys."""
     path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(
+            f"run directory {run} holds checkpoints but no config.yaml to compare this config with; put it back, or "
+            f"start from its weights with --loop.resume {run} in another loop.out"
+        )
     old = _flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
     new = _flat(configs.dump(config))
     changed = [

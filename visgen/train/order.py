@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from visgen.config import UserError
 from visgen.data import Data, Samples
+from visgen.launch import cpus
 
 Key = tuple[int, int]  # (index, epoch): the address of a sample in `Samples`
 
@@ -62,7 +63,7 @@ class MicroBatches:
 def micro_batches(
     data: Data, keys: MicroBatches, seed: int, workers: int, pin: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Collated samples for every list of `keys`, read by `workers` processes (0: in this one).
+    """Collated samples for every list of `keys`, read by `workers` processes (0: in this one), at most one a CPU.
 
     Raises:
         UserError: what the data says about a sample that cannot be read, in its own words.
@@ -70,7 +71,7 @@ def micro_batches(
     loader = DataLoader(
         Samples(data, seed),
         batch_sampler=keys,
-        num_workers=workers,
+        num_workers=min(workers, cpus()),
         pin_memory=pin,
         generator=torch.Generator(),  # or the loader draws from the global one
     )
