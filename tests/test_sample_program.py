@@ -214,6 +214,8 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--num", "-2"], "--num -2 must be at least 1"),
         (["--num", "two"], "--num"),
         (["--step", "3"], "holds no step 3; it holds 5, 10"),
+        (["--step", "best"], "knows no best step"),
+        (["--step", "first"], "first"),
         (["--sampler.kind", "sdj"], "sampler.kind: unknown kind 'sdj'"),
         (["--guidance.scale", "-1"], "guidance.scale -1.0 must be"),
         (["--warp.top_p", "0"], "top_p 0.0 must be in (0, 1]"),
