@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     "config layout / nn data metrics / quantizers conditions heads / tokenizers controls decode / backbones / model / "
-    "samplers / objectives / checkpoint / generate / encode trajectories convert sample evaluate / train / programs"
+    "samplers / objectives / checkpoint / generate / encode trajectories convert sample evaluate / small_set / train / "
+    "programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"config"}, "metrics": {"config"}}  # stricter than their layer
