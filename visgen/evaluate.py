@@ -151,10 +151,15 @@ def generated(
 
 def pictures(data: Data, chosen: Sequence[int], world: World | None = None, batch: int = 256) -> Rows:
     """Plain images `chosen` of `data`; their place in `chosen` is their index."""
-    world = world or World()
-    for start in range(world.rank, len(chosen), batch * world.size):
-        places = range(start, min(start + batch * world.size, len(chosen)), world.size)
+    for places in shares(len(chosen), world, batch):
         yield data.get_many([chosen[i] for i in places])["pixels"][:, 0], torch.tensor(places)
+
+
+def shares(n: int, world: World | None, batch: int) -> Iterator[range]:
+    """What this process has of 0 .. n - 1, batch by batch."""
+    world = world or World()
+    for start in range(world.rank, n, batch * world.size):
+        yield range(start, min(start + batch * world.size, n), world.size)
 
 
 def real(data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:

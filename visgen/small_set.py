@@ -19,7 +19,18 @@ from torch import Tensor
 from visgen import config as configs
 from visgen.config import UserError, kind_of
 from visgen.data import Data
-from visgen.evaluate import Reference, Rows, World, collect, labels_of, matched, pictures, reconstruct, reference
+from visgen.evaluate import (
+    Reference,
+    Rows,
+    World,
+    collect,
+    labels_of,
+    matched,
+    pictures,
+    reconstruct,
+    reference,
+    shares,
+)
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.intervals import interval
 from visgen.metrics.kid import kid
@@ -124,17 +135,13 @@ def _shuffled(n: int, seed: int) -> Tensor:
 
 def mirrored(data: Data, world: World | None = None, batch: int = 256) -> Rows:
     """The mirror image of every training picture; of one that a mirror makes wrong, the picture itself."""
-    world = world or World()
-    for start in range(world.rank, len(data), batch * world.size):
-        index = torch.arange(start, min(start + batch * world.size, len(data)), world.size)
-        yield data.views(index.tolist(), "flip")["pixels"][:, 1, 0], index
+    for places in shares(len(data), world, batch):
+        yield data.views(places, "flip")["pixels"][:, 1, 0], torch.tensor(places)
 
 
 def augmented(data: Data, chosen: Sequence[int], seed: int, world: World | None = None, batch: int = 256) -> Rows:
     """Training pictures `chosen` as training shows them; their place in `chosen` is their index."""
-    world = world or World()
-    for start in range(world.rank, len(chosen), batch * world.size):
-        places = range(start, min(start + batch * world.size, len(chosen)), world.size)
+    for places in shares(len(chosen), world, batch):
         shown = [data.get(chosen[i], np.random.default_rng((seed, i)))["pixels"][0] for i in places]
         yield torch.stack(shown), torch.tensor(places)
 
