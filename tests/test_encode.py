@@ -280,17 +280,22 @@ def test_processes_share_the_shards_out(tmp_path):
     assert np.array_equal(all_codes(tmp_path / "one"), all_codes(tmp_path / "two"))
 
 
-def test_caller_precision_is_restored(tmp_path):
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
+def test_float32_whatever_the_caller_set_and_torch_can_be_asked_afterwards(tmp_path):
+    seen = set()
+
+    class Probe(PatchColours):
+        def encode(self, pixels):
+            seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            return super().encode(pixels)
+
+    torch.set_float32_matmul_precision("high")
     try:
-        with program._float32(torch.device("cpu")):
-            assert matmul.fp32_precision == "ieee"
-            assert not torch.is_autocast_enabled("cpu")
-        assert matmul.fp32_precision == "tf32"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            encode(Probe(), synthetic(4), tmp_path, "t")
+        assert seen == {("highest", False)} and torch.get_float32_matmul_precision() == "high"
     finally:
-        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+    assert torch.backends.cudnn.allow_tf32 in (True, False), "raises where the two ways of asking for TF32 were mixed"
 
 
 def test_program(tmp_path, monkeypatch, capsys):
