@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from visgen import config as configs
 from visgen import evaluate as ev
+from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig, load
@@ -33,7 +34,7 @@ class FidConfig(SamplingConfig):
 
     Attributes:
         checkpoint: run directory or Hub id, for the rows generated, recon and marginals.
-        step: which step of the run; default the newest.
+        step: which step of the run, or `best`; default the newest.
         data: the data set; its held-out split is the reference, its training split feeds the other rows.
         rows: generated (by the checkpoint), real (training images), recon (training images through the tokenizer),
             marginals (tokens drawn from per-position histograms).
@@ -50,7 +51,7 @@ class FidConfig(SamplingConfig):
     """
 
     checkpoint: str = ""
-    step: int | None = None
+    step: Step = None
     data: Any = plugin("visgen.data", "fashion_mnist")
     rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
     n: Positive = 10_000

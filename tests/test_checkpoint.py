@@ -136,7 +136,10 @@ def test_missing_directories_and_steps(runs, tmp_path):
     refused(lambda: checkpoint.load_model(tmp_path / "none.safetensors"), "none.safetensors does not exist")
     refused(lambda: checkpoint.find_step(tmp_path / "empty"), "holds no complete checkpoint")
     refused(lambda: checkpoint.find_step(runs / "tok", 7), "holds no step 7; it holds 1, 2")
+    refused(lambda: checkpoint.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
     assert checkpoint.find_step(runs / "tok").name == "step_0000002"
+    (runs / "tok" / "step_0000002" / "meta.json").write_text('{"best": {"step": 1}}')
+    assert checkpoint.find_step(runs / "tok", "best").name == "step_0000001"
     assert checkpoint.find_step(runs / "tok" / "step_0000001").name == "step_0000001"
 
 
@@ -208,6 +211,8 @@ def test_publish_and_keep_last(runs):
     assert len(checkpoint.find_steps(run)) == 2
     checkpoint.publish(run / checkpoint.step_name(3))
     checkpoint.keep_last(run, 2)
+    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
+    checkpoint.keep_last(run, 1, best=2)
     assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
     checkpoint.keep_last(run, 0)
     assert len(list(run.iterdir())) == 2

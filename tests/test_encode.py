@@ -255,7 +255,7 @@ def test_preflight_refuses_another_source_size_and_takes_one_image(tmp_path):
 def test_processes_share_the_shards_out(tmp_path, monkeypatch):
     barrier = threading.Barrier(2)
     # threads stand in for processes here, and would race for the one precision of their process
-    monkeypatch.setattr(program, "_float32", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(program, "exact_float32", contextlib.nullcontext)
 
     class State:
         num_processes = 2
@@ -283,17 +283,22 @@ def test_processes_share_the_shards_out(tmp_path, monkeypatch):
     assert np.array_equal(all_codes(tmp_path / "one"), all_codes(tmp_path / "two"))
 
 
-def test_caller_precision_is_restored(tmp_path):
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
+def test_float32_whatever_the_caller_set_and_torch_can_be_asked_afterwards(tmp_path):
+    seen = set()
+
+    class Probe(PatchColours):
+        def encode(self, pixels):
+            seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            return super().encode(pixels)
+
+    torch.set_float32_matmul_precision("high")
     try:
-        with program._float32(torch.device("cpu")):
-            assert matmul.fp32_precision == "ieee"
-            assert not torch.is_autocast_enabled("cpu")
-        assert matmul.fp32_precision == "tf32"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            encode(Probe(), synthetic(4), tmp_path, "t")
+        assert seen == {("highest", False)} and torch.get_float32_matmul_precision() == "high"
     finally:
-        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+    assert torch.backends.cudnn.allow_tf32 in (True, False), "raises where the two ways of asking for TF32 were mixed"
 
 
 def test_program(tmp_path, monkeypatch, capsys):

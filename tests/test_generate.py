@@ -218,6 +218,13 @@ def test_the_newest_step_or_a_chosen_one(generator: Generator, checkpoint_dir: P
     assert torch.equal(by_number.sample([0]).tokens, five) and not torch.equal(five, ten)
 
 
+def test_the_best_step(checkpoint_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint_dir, tmp_path / "copy")
+    (copy / "step_0000010" / checkpoint.META).write_text('{"best": {"metric": "nats_per_token", "step": 5}}')
+    assert visgen.load(copy, step="best", device="cpu").meta["step"] == 5
+    assert visgen.load(copy, device="cpu").meta["step"] == 10
+
+
 def test_a_step_with_its_tokenizer_is_enough_after_a_move(checkpoint_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint_dir / "step_0000010", tmp_path / "moved")
     shutil.copy(checkpoint_dir / checkpoint.TOKENIZER, tmp_path / "moved")

@@ -347,6 +347,8 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed", str(-(2**63) - 1)], f"seed {-(2**63) - 1} does not fit"),
         (["--seed", str(2**63 - 5)], f"seed {2**63 + 6} does not fit"),
         (["--step", "3"], "holds no step 3; it holds 5, 10"),
+        (["--step", "best"], "knows no best step"),
+        (["--step", "first"], "first"),
         (["--sampler.kind", "sdj"], "sampler.kind: unknown kind 'sdj'"),
         (["--guidance.scale", "-1"], "guidance.scale -1.0 must be"),
         (["--warp.top_p", "0"], "top_p 0.0 must be in (0, 1]"),

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,7 @@ from visgen.tokenizers import Tokenizer
 FORMAT = "visgen/1"
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 MODEL = "visgen.model"
+Step = int | Literal["best"] | None  # which step of a run; best: of its held-out metric; None: the newest
 
 # ------------------------------------------------------------------------------------------------ weight files
 
@@ -246,11 +247,11 @@ def older_steps(step: Path) -> list[Path]:
     return steps[: steps.index(step)] if step in steps else []
 
 
-def find_step(path: Path | str, step: int | None = None) -> Path:
+def find_step(path: Path | str, step: Step = None) -> Path:
     """The directory of step `step` (None: the newest) of a run; a directory that holds weights is its own answer.
 
     Raises:
-        UserError: no such directory, none complete inside, or not this step.
+        UserError: no such directory, none complete inside, not this step, or no best one.
     """
     path = Path(path)
     if not path.is_dir():
@@ -262,10 +263,20 @@ def find_step(path: Path | str, step: int | None = None) -> Path:
         raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
     if step is None:
         return steps[-1]
+    if step == "best":
+        best = read_best(steps[-1])
+        if best is None:
+            raise UserError(f"{path} knows no best step: it was trained without loop.keep_best; leave --step out")
+        step = int(best["step"])
     if path / step_name(step) not in steps:
         there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in steps)
         raise UserError(f"{path} holds no step {step}; it holds {there}")
     return path / step_name(step)
+
+
+def read_best(step: Path) -> dict[str, Any] | None:
+    """What the metadata of a step say of the best step so far: metric, value, step, since. None: nothing."""
+    return json.loads((step / META).read_text()).get("best")
 
 
 def unfinished(final: Path) -> Path:
@@ -280,10 +291,11 @@ def publish(final: Path) -> None:
     os.replace(unfinished(final), final)
 
 
-def keep_last(run: Path, keep: int) -> None:
-    """Removes all but the newest `keep` steps of a run; 0 keeps all."""
+def keep_last(run: Path, keep: int, best: int = 0) -> None:
+    """Removes all but the newest `keep` steps of a run and step `best`; 0 keeps all."""
     for path in find_steps(run)[:-keep] if keep else []:
-        _remove(path)
+        if path.name != step_name(best):
+            _remove(path)
 
 
 def clean(run: Path) -> None:

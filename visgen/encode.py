@@ -31,6 +31,7 @@ from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
 from visgen.launch import cpus, on_cpu
+from visgen.metrics.features import exact_float32
 from visgen.tokenizers import Tokenizer
 
 
@@ -167,7 +168,7 @@ def preflight(tokenizer: Tokenizer, codes: Codes, n: int = 8, margin_db: float =
         raise UserError(f"code cache {codes.folder} has {len(codes)} images but its source {len(source)}; encode again")
     pixels = source.views(chosen, codes.index.views, codes.index.ranges)["pixels"]
     device = _device(tokenizer.eval())
-    with _float32(device):
+    with exact_float32():
         ids = ids.to(device)
         own = _to_float(pixels[torch.arange(len(chosen)), view].to(device))  # [n, T, 3, H, W]
         agreement = (tokenizer.encode(own) == ids).float().mean(1)  # [n]
@@ -295,7 +296,7 @@ def _encode_shards(
     loader = DataLoader(source, batch_size=None, num_workers=min(workers, cpus()), pin_memory=device.type == "cuda")
     codes: list[Tensor] = []
     labels: list[Tensor] = []
-    with _progress(sum(map(len, jobs)), show) as advance, _float32(device):
+    with _progress(sum(map(len, jobs)), show) as advance, exact_float32():
         for k, views in enumerate(loader):
             pixels = views["pixels"]  # [B, V, T, 3, H, W] uint8
             ids = tokenizer.encode(_to_float(pixels.to(device, non_blocking=True).flatten(0, 1)))
@@ -323,19 +324,6 @@ def _to_float(pixels: Tensor) -> Tensor:
 
 def _device(module: torch.nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _float32(device: torch.device) -> Iterator[None]:
-    """Float32 without TF32 or autocast, so that codes do not depend on the card or on the caller's settings."""
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = matmul.fp32_precision, conv.fp32_precision
-    matmul.fp32_precision = conv.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        matmul.fp32_precision, conv.fp32_precision = before
 
 
 @contextlib.contextmanager

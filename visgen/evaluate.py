@@ -8,8 +8,8 @@ reference, extractor and labels, so they compare. Images stream through; none is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,18 @@ def reference(
     n: int | None = None,
     cache: Path | None = None,
     on_step: Callable[[int, int], None] | None = None,
+    chosen: Sequence[int] | None = None,
 ) -> Reference:
-    """Scores the first n (default all) plain samples of `data`; `cache` is read if it fits and written otherwise."""
+    """Scores the first n (default all) plain samples of `data`, or those of `chosen`, which are not cached; `cache` is
+    read if it fits and written otherwise."""
     world = world or World()
     n = len(data) if n is None else min(n, len(data))
+    chosen = range(n) if chosen is None else chosen
     name = f"{kind_of(data.config)}/{data.split}"
     wanted = {"name": name, "n": str(n), "extractor": extractor.fingerprint, "config": repr(data.config)}
     if cache is not None and cache.exists():
         return _read_reference(cache, wanted)
-    bank, audit = FeatureBank(extractor.dims["pool"], n), ImageAudit(n)
-    mine = range(world.rank, n, world.size)
-    for start in range(0, len(mine), extractor.batch):
-        index = torch.tensor(list(mine[start : start + extractor.batch]))
-        images = audit.update(data.get_many(index.tolist())["pixels"][:, 0], index)
-        bank.update(extractor(images)["pool"], index)
-        if on_step is not None:
-            on_step(start + len(index), len(mine))
-    bank.reduce(world.sum)
-    audit.reduce(world.sum)
-    features = bank.all()
+    features, audit = collect(pictures(data, chosen, world, extractor.batch), len(chosen), extractor, world, on_step)
     if cache is not None and world.rank == 0:
         temporary = cache.with_name(f".{cache.name}.tmp")
         save_file({"features": features}, temporary, {**wanted, "hash": audit.hash})
@@ -141,16 +134,36 @@ def _stats(features: Tensor) -> Stats:
 # ------------------------------------------------------------------------------------------------------ the rows
 
 
-def generated(generator: Generator, plan: SamplePlan, settings: SamplingConfig, world: World | None = None) -> Rows:
-    """Images drawn by a model under the plan's labels and seeds."""
+def generated(
+    generator: Generator,
+    plan: SamplePlan,
+    settings: SamplingConfig,
+    world: World | None = None,
+    labels: Tensor | None = None,
+) -> Rows:
+    """Images drawn by a model under the plan's labels and seeds; with `labels`, what the plan balances are these."""
     world = world or World()
     rows = plan.rows(world.rank, world.size)
+    rows = rows if labels is None else replace(rows, label=labels[rows.label])
     for start in range(0, len(rows), settings.engine.batch):
         part = slice(start, start + settings.engine.batch)
         images = generator.sample(
             rows.label[part].tolist(), rows.seed[part].tolist(), settings.guidance, settings.warp, settings.sampler
         )
         yield images.pixels, rows.index[part]
+
+
+def pictures(data: Data, chosen: Sequence[int], world: World | None = None, batch: int = 256) -> Rows:
+    """Plain images `chosen` of `data`; their place in `chosen` is their index."""
+    for places in shares(len(chosen), world, batch):
+        yield data.get_many([chosen[i] for i in places])["pixels"][:, 0], torch.tensor(places)
+
+
+def shares(n: int, world: World | None, batch: int) -> Iterator[range]:
+    """What this process has of 0 .. n - 1, batch by batch."""
+    world = world or World()
+    for start in range(world.rank, n, batch * world.size):
+        yield range(start, min(start + batch * world.size, n), world.size)
 
 
 def real(data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
@@ -207,10 +220,7 @@ def choose(data: Data, plan: SamplePlan) -> Tensor:
     Raises:
         UserError: a class with too few images for the plan; it names the n that all classes allow.
     """
-    labels = getattr(data, "labels", None)
-    if labels is None:
-        labels = torch.cat([data.get_many([i])["label"] for i in range(len(data))])
-    wanted = plan.rows().label
+    labels, wanted = labels_of(data), plan.rows().label
     have, need = (torch.bincount(x, minlength=plan.classes)[: plan.classes] for x in (labels, wanted))
     if (have < need).any():
         fewest = int(have.argmin())
@@ -220,10 +230,21 @@ def choose(data: Data, plan: SamplePlan) -> Tensor:
             f"{int(need[fewest])} of each class that --n {plan.n} needs; "
             + (f"lower --n to {most} or less" if most else "give it images, or leave it out")
         )
-    out = torch.empty(plan.n, dtype=torch.int64)
-    for c in range(plan.classes):
-        place = (wanted == c).nonzero().flatten()
-        out[place] = (labels == c).nonzero().flatten()[: len(place)]
+    return matched(labels, wanted)
+
+
+def labels_of(data: Data) -> Tensor:
+    """The labels [n] of all samples."""
+    labels = getattr(data, "labels", None)
+    return labels if labels is not None else torch.cat([data.get_many([i])["label"] for i in range(len(data))])
+
+
+def matched(labels: Tensor, wanted: Tensor) -> Tensor:
+    """Places [n] in `labels` where the labels are `wanted` [n]: the first ones of each class, each once."""
+    out = torch.empty_like(wanted)
+    for c in wanted.unique():
+        need = wanted == c
+        out[need] = (labels == c).nonzero().flatten()[: int(need.sum())]
     return out
 
 
@@ -284,6 +305,26 @@ def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) ->
             f"the data has {len(data.classes)} classes, the checkpoint {classes}; score it on the data of its training "
             "(--data.kind, --data.root)"
         )
+
+
+def collect(
+    rows: Rows,
+    n: int,
+    extractor: FeatureExtractor,
+    world: World | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> tuple[Tensor, ImageAudit]:
+    """Features [n, D] float32 of n images, in the order of their indices, and the audit of the images."""
+    world = world or World()
+    bank, audit, done = FeatureBank(extractor.dims["pool"], n), ImageAudit(n), 0
+    for pixels, index in rows:
+        bank.update(extractor(audit.update(pixels, index))["pool"], index)
+        done += len(index)
+        if on_step is not None:
+            on_step(min(done * world.size, n), n)
+    bank.reduce(world.sum)
+    audit.reduce(world.sum)
+    return bank.all(), audit
 
 
 def score(

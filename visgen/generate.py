@@ -16,7 +16,16 @@ from PIL import Image
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checkpoint import TOKENIZER, WEIGHTS, find_step, load_model, load_tokenizer, read_metadata, tokenizer_hash
+from visgen.checkpoint import (
+    TOKENIZER,
+    WEIGHTS,
+    Step,
+    find_step,
+    load_model,
+    load_tokenizer,
+    read_metadata,
+    tokenizer_hash,
+)
 from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -237,12 +246,12 @@ class Generator:
         return tokens.expand(images, -1), keep.expand(images, -1)
 
 
-def load(source: str | Path, step: int | None = None, engine: EngineConfig | None = None, **options: Any) -> Generator:
+def load(source: str | Path, step: Step = None, engine: EngineConfig | None = None, **options: Any) -> Generator:
     """Loads a run directory, one of its steps, or a Hugging Face Hub id ("owner/name").
 
     Args:
         source: directory with `step_*/model.safetensors` and `tokenizer.safetensors`, or a Hub id of such a tree.
-        step: which step; default the newest.
+        step: which step, or "best" (of `loop.keep_best`); default the newest.
         engine: device, precision, batch; or its fields as keywords (`device="cpu"`).
 
     Raises:

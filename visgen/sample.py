@@ -20,6 +20,7 @@ from rich.progress import Progress as Bar
 from torch import Tensor
 
 from visgen import config as configs
+from visgen.checkpoint import Step
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, check_seed, load, stream
@@ -47,7 +48,7 @@ class SampleConfig(SamplingConfig):
 
     Attributes:
         checkpoint: run directory, step directory or Hub id.
-        step: which step of the run; default the newest.
+        step: which step of the run, or `best`; default the newest.
         label: class ids or names; default: all classes of the checkpoint, at most 8.
         num: images of each label.
         seed: image i of a call has seed `seed + i`.
@@ -56,7 +57,7 @@ class SampleConfig(SamplingConfig):
     """
 
     checkpoint: str = ""
-    step: int | None = None
+    step: Step = None
     label: tuple[str, ...] = ()
     num: int = 4
     seed: int = 0

@@ -20,9 +20,9 @@ TOKENS = torch.randint(VOCAB, (B, W), generator=torch.Generator().manual_seed(1)
 ONE = torch.ones(1, B, W)
 
 
-def made(small: Callable[..., Any], kind: str) -> Head:
+def made(small: Callable[..., Any], kind: str, **values: Any) -> Head:
     torch.manual_seed(0)
-    head = build(small(PACKAGE, kind), WIDTH, VOCAB).eval()
+    head = build(small(PACKAGE, kind, **values), WIDTH, VOCAB).eval()
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return head
@@ -51,10 +51,13 @@ def test_the_loss_is_per_token_in_float32_and_trains_every_parameter(kind: str, 
 
 
 def test_the_loss_is_the_laws_surprise(kind: str, small: Callable[..., Any]) -> None:
-    head = made(small, kind)
+    """In eval mode, whatever the training loss smooths."""
+    head = made(small, kind, label_smoothing=0.3)
     law = head.dist(H[:1], ONE)
     if hasattr(law, "log_prob"):
         assert torch.allclose(head.loss(H[0], TOKENS), -law.log_prob(TOKENS), atol=1e-5)
+    if hasattr(head.config, "label_smoothing"):
+        assert not torch.allclose(head.train().loss(H[0], TOKENS), head.eval().loss(H[0], TOKENS), atol=1e-2)
 
 
 def test_weights_choose_among_the_branches(kind: str, small: Callable[..., Any]) -> None:

@@ -53,6 +53,59 @@ def test_unbiased_with_an_error_that_is_not_too_small(shift, truth, low, high):
     assert low < se.mean() / values.std(ddof=1) < high
 
 
+def _naive_matched(x, y):
+    """Double loop over pairs of rows, each row of x the mean over its R images."""
+    k = lambda a, b: (float(a @ b) / len(a) + 1) ** 3  # noqa: E731
+    mean = lambda a, b: sum(k(u, v) for u in a for v in b) / (len(a) * len(b))  # noqa: E731
+    m, y = len(y), y[:, None]
+    pairs = [(i, j) for i in range(m) for j in range(m) if i != j]
+    return sum(mean(x[i], x[j]) + mean(y[i], y[j]) - 2 * mean(x[i], y[j]) for i, j in pairs) / len(pairs)
+
+
+def test_images_that_belong_together_equal_the_double_loop():
+    x, y = _features(39, seed=1, shift=0.3).view(13, 3, 8), _features(13, seed=2)
+    score = kid(x, y, groups=4)
+    assert score.value == pytest.approx(_naive_matched(x, y), rel=1e-10)
+    assert (score.n, score.n_ref) == (39, 13)
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(0))
+    left = torch.cat([p for g, p in enumerate(order.tensor_split(4)) if g != 2])
+    assert score.leave_out[2] == pytest.approx(_naive_matched(x[left], y[left]), rel=1e-10)
+
+
+def test_copies_score_zero_only_if_pairs_are_left_out():
+    x = _features(40)
+    copies = kid(x[:, None], x)
+    assert copies.value == pytest.approx(0, abs=1e-12) and copies.se == pytest.approx(0, abs=1e-12)
+    assert kid(x, x).value < -0.1
+
+
+def test_a_shared_class_histogram_biases_the_plain_value_alone():
+    """Two classes far apart, both sets of one law: 0 is right."""
+    rows, plain, matched = 20, [], []
+    centres = torch.tensor([[0.0] * 8, [1.5] * 8], dtype=torch.float64)[torch.arange(rows) % 2]  # [M, D]
+    for seed in range(100):
+        x = (_features(2 * rows, 8, 2 * seed).view(rows, 2, 8) + centres[:, None]) * 0.5
+        y = (_features(rows, 8, 2 * seed + 1) + centres) * 0.5
+        plain.append(kid(x.flatten(0, 1), y).value)
+        matched.append(kid(x, y).value)
+    for values, low, high in ((plain, -1e9, -4), (matched, -3, 3)):
+        error = np.std(values, ddof=1) / np.sqrt(len(values))
+        assert low < np.mean(values) / error < high
+
+
+def test_the_error_of_rows_is_not_too_small():
+    """Classes of different difficulty: what varies are rows, not images."""
+
+    def draw(seed):
+        scale = 0.3 + torch.arange(60).double().remainder(3)[:, None]
+        y = _features(60, 4, 2 * seed) * scale
+        return kid(_features(300, 4, 2 * seed + 1, 0.4).view(60, 5, 4) * scale[:, None], y, groups=12)
+
+    scores = [draw(seed) for seed in range(60)]
+    ratio = np.mean([s.se for s in scores]) / np.std([s.value for s in scores], ddof=1)
+    assert 0.75 < ratio < 1.35
+
+
 def test_auto_chooses_by_size_and_sees_a_shift():
     large = kid(_features(5000, 4, 1), _features(5000, 4, 2, 0.2))
     assert large.terms == {"blocks": 5.0} and large.ci95[0] > 0
@@ -82,6 +135,10 @@ def test_errors():
         kid(x, x[:, :4])
     with pytest.raises(UserError, match="method 'subsets' is unknown"):
         kid(x, x, method="subsets")
+    with pytest.raises(UserError, match=r"\(39, 1, 8\) and \(40, 8\)"):
+        kid(x[:39, None], x)
+    with pytest.raises(UserError, match="belong together"):
+        kid(x[:, None], x, method="blocks")
     with pytest.raises(UserError, match="too few"):
         kid(x[:3], x)
     x[7, 1] = float("inf")

@@ -59,6 +59,17 @@ def test_warnings_do_not_multiply_when_rewritten(tmp_path):
     assert len(warnings) == len(set(warnings)) and "by hand" in warnings
 
 
+def test_remarks_stand_under_the_table_and_survive(tmp_path):
+    _report(remarks=["**PASS**", "| a |\n|---|"]).write(tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert page.index("| fd |") < page.index("\n\n**PASS**\n\n| a |\n|---|\n\n") < page.index("Protocol")
+    assert Report.load(tmp_path).remarks == ["**PASS**", "| a |\n|---|"]
+    data = json.loads((tmp_path / "report.json").read_text())
+    del data["remarks"]  # a file from before there were any
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    assert Report.load(tmp_path).remarks == []
+
+
 def test_table_refuses_different_protocols():
     rows = {"real": _report(1.7), "ours": _report(9.25)}
     text = table(rows, ["fd"])

@@ -17,7 +17,8 @@ class Config:
     """Categorical head.
 
     Attributes:
-        label_smoothing: mass spread evenly over the vocabulary in the training loss.
+        label_smoothing: mass spread evenly over the vocabulary in the training loss; in eval mode there is none, so
+            that the loss is a likelihood.
     """
 
     label_smoothing: Share = 0.0
@@ -34,7 +35,8 @@ class CategoricalHead(Head):
 
     def loss(self, h: Tensor, target: Tensor) -> Tensor:
         logits = self.output(h).float().transpose(1, 2)  # [B, V, W]
-        return F.cross_entropy(logits, target, reduction="none", label_smoothing=self.config.label_smoothing)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
 
     def dist(self, h: Tensor, weights: Tensor) -> Categorical:
         """Guidance acts on logits: sum_k weights_k logits_k in float32; weights sum to 1 over k."""

@@ -43,3 +43,10 @@ def interval(value: float, se: float, df: int, level: float = 0.95) -> tuple[flo
     """value +- t se."""
     half = t_quantile(df, level) * se
     return value - half, value + half
+
+
+def normal_p(difference: float, se: float) -> float:
+    """Two-sided p of a normal difference from 0; an error of 0 makes it 1 or 0."""
+    if se == 0:
+        return float(difference == 0)
+    return math.erfc(abs(difference) / se / math.sqrt(2))

@@ -2,13 +2,12 @@
 
 Binkowski et al. 2018. The spread over overlapping random subsets that is usually printed is not an error of anything.
 Here: the mean over disjoint blocks with a t interval (large sets), or a delete-one-group jackknife of the full
-U-statistic (small sets).
+U-statistic (small sets), also where the images of the two sets belong together (`kid` of three axes).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -52,26 +51,37 @@ class FeatureBank:
 def kid(x: Tensor, y: Tensor, *, method: str = "auto", groups: int = 25, seed: int = 0) -> Score:
     """KID of features x [N, D] against y [M, D], not multiplied by 1000.
 
+    x [M, R, D] holds R images made for each row of y: of its class, or its reconstruction. Then x and y are not
+    independent, and what belongs to one row is not compared: the value is the U-statistic over the M rows (Gretton et
+    al. 2012, eq. 4, with the mean over the R images), unbiased at any M and R, and exactly 0 for copies. A class
+    histogram shared by both sets would bias the plain value by about -(1/N + 1/M) times the variance between classes.
+
     Args:
         method: `blocks`: B = min(50, min(N, M) // 1000) disjoint blocks; `jackknife`: `groups` groups of the full
-            U-statistic, O((N + M)^2 D); `auto`: blocks where there are at least 5.
+            U-statistic, left out of both sets at once, O((N + M)^2 D); `auto`: blocks where there are at least 5 and
+            rows do not belong together.
         seed: of the fixed permutation of both sets before they are cut up, since stored sets are often sorted by class.
 
     Raises:
         UserError: too few images for the method, features that are not finite, unequal widths.
     """
-    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
-        raise UserError(f"KID: features have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected [N, D] and [M, D]")
-    for name, values in (("x", x), ("y", y)):
+    matched = x.ndim == 3
+    if not 2 <= x.ndim <= 3 or y.ndim != 2 or x.shape[-1] != y.shape[1] or (matched and len(x) != len(y)):
+        raise UserError(
+            f"KID: features have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected [N, D] or [M, R, D], and [M, D]"
+        )
+    for name, values in (("x", x.flatten(0, -2)), ("y", y)):
         bad = (~torch.isfinite(values).all(1)).nonzero()
         if bad.numel():
             raise UserError(f"KID: features of image {int(bad[0])} of {name} are not finite; look at that image")
     smaller = min(len(x), len(y))
     blocks = min(50, smaller // BLOCK)
     if method == "auto":
-        method = "blocks" if blocks >= MIN_BLOCKS else "jackknife"
+        method = "blocks" if blocks >= MIN_BLOCKS and not matched else "jackknife"
     x, y = (_permuted(v.double(), seed) for v in (x, y))
     if method == "blocks":
+        if matched:
+            raise UserError("KID: blocks take no images that belong together; use method='jackknife'")
         if blocks < 2:
             raise UserError(f"KID: {smaller} images make {blocks} blocks of {BLOCK}; use method='jackknife'")
         return _over_blocks(x, y, blocks)
@@ -80,7 +90,7 @@ def kid(x: Tensor, y: Tensor, *, method: str = "auto", groups: int = 25, seed: i
     groups = min(groups, smaller // 2)
     if groups < 2:
         raise UserError(f"KID: {smaller} images are too few for an error; use at least 4")
-    return _jackknifed(x, y, groups)
+    return _jackknifed(x if matched else x[:, None], y[:, None], groups, matched)
 
 
 def _permuted(features: Tensor, seed: int) -> Tensor:
@@ -90,7 +100,9 @@ def _permuted(features: Tensor, seed: int) -> Tensor:
 
 def _over_blocks(x: Tensor, y: Tensor, blocks: int) -> Score:
     values = [
-        _unbiased([float(v) for v in (_off_diagonal(a), _off_diagonal(b), _kernel_sum(a, b))], len(a), len(b))
+        _unbiased(
+            [float(v) for v in (_off_diagonal(a), _off_diagonal(b), _kernel_sum(a, b))], len(a), len(b), len(a) * len(b)
+        )
         for a, b in zip(x.tensor_split(blocks), y.tensor_split(blocks), strict=True)
     ]
     mean = math.fsum(values) / blocks
@@ -100,24 +112,31 @@ def _over_blocks(x: Tensor, y: Tensor, blocks: int) -> Score:
     )
 
 
-def _jackknifed(x: Tensor, y: Tensor, groups: int) -> Score:
-    """Leaves out the g-th group of both sets at once, from the kernel sums between all pairs of groups."""
+def _jackknifed(x: Tensor, y: Tensor, groups: int, matched: bool) -> Score:
+    """x [N, R, D] and y [M, 1, D]: leaves out the g-th group of rows of both sets at once, from the kernel sums between
+    all pairs of groups."""
     parts_x, parts_y = x.tensor_split(groups), y.tensor_split(groups)
     xx, yy, xy = (_between(a, b) for a, b in ((parts_x, parts_x), (parts_y, parts_y), (parts_x, parts_y)))  # [G, G]
-    for sums, parts in ((xx, parts_x), (yy, parts_y)):
-        sums.diagonal().copy_(torch.stack([_off_diagonal(part) for part in parts]).cpu())
-    whole = [float(sums.sum()) for sums in (xx, yy, xy)]
+    for sums, pairs in ((xx, parts_x), (yy, parts_y)):
+        sums.diagonal().sub_(torch.stack([_own(part, part) for part in pairs]).cpu())
+    if matched:
+        xy.diagonal().sub_(torch.stack([_own(a, b) for a, b in zip(parts_x, parts_y, strict=True)]).cpu())
+    xx, xy = xx / x.shape[1] ** 2, xy / x.shape[1]  # from sums over the R images to sums of their means
+
+    def value(sums: list[Tensor], n: int, m: int) -> float:
+        return _unbiased([float(s) for s in sums], n, m, n * (m - 1) if matched else n * m)
+
     left = []
     for g in range(groups):
-        rest = [float(s.sum() - s[g].sum() - s[:, g].sum() + s[g, g]) for s in (xx, yy, xy)]
-        left.append(_unbiased(rest, len(x) - len(parts_x[g]), len(y) - len(parts_y[g])))
-    value = _unbiased(whole, len(x), len(y))
-    se, _ = jackknife(value, left)
+        rest = [s.sum() - s[g].sum() - s[:, g].sum() + s[g, g] for s in (xx, yy, xy)]
+        left.append(value(rest, len(x) - len(parts_x[g]), len(y) - len(parts_y[g])))
+    whole = value([s.sum() for s in (xx, yy, xy)], len(x), len(y))
+    se, _ = jackknife(whole, left)
     return Score(
-        value,
+        whole,
         se=se,
-        ci95=interval(value, se, groups - 1),
-        n=len(x),
+        ci95=interval(whole, se, groups - 1),
+        n=x.shape[0] * x.shape[1],
         n_ref=len(y),
         terms={"groups": float(groups)},
         leave_out=tuple(left),
@@ -125,23 +144,31 @@ def _jackknifed(x: Tensor, y: Tensor, groups: int) -> Score:
 
 
 def _between(rows: tuple[Tensor, ...], columns: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([torch.stack([_kernel_sum(a, b) for b in columns]) for a in rows]).cpu()
+    return torch.stack(
+        [torch.stack([_kernel_sum(a.flatten(0, 1), b.flatten(0, 1)) for b in columns]) for a in rows]
+    ).cpu()
 
 
-def _unbiased(sums: list[float], n: int, m: int) -> float:
-    """Eq. 4 of Binkowski et al.: kernel sums without the diagonal within the sets, with all pairs between them."""
+def _unbiased(sums: list[float], n: int, m: int, across: int) -> float:
+    """Eq. 4 of Binkowski et al.: kernel sums without the diagonal within the sets, with `across` pairs between them."""
     xx, yy, xy = sums
-    return xx / (n * (n - 1)) + yy / (m * (m - 1)) - 2 * xy / (n * m)
+    return xx / (n * (n - 1)) + yy / (m * (m - 1)) - 2 * xy / across
 
 
-def _kernel(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    for rows in x.split(2048):
-        yield (rows @ y.T / x.shape[1] + 1) ** 3
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    """x [.., N, D], y [.., M, D] -> [.., N, M]."""
+    return (x @ y.mT / x.shape[-1] + 1) ** 3
 
 
 def _kernel_sum(x: Tensor, y: Tensor) -> Tensor:
-    return torch.stack([block.sum() for block in _kernel(x, y)]).sum()
+    """Over all pairs of x [N, D] and y [M, D]."""
+    return torch.stack([_kernel(rows, y).sum() for rows in x.split(2048)]).sum()
+
+
+def _own(x: Tensor, y: Tensor) -> Tensor:
+    """Sum over the pairs of one row: x [N, R, D], y [N, S, D]."""
+    return _kernel(x, y).sum()
 
 
 def _off_diagonal(x: Tensor) -> Tensor:
-    return _kernel_sum(x, x) - ((x.square().sum(1) / x.shape[1] + 1) ** 3).sum()
+    return _kernel_sum(x, x) - _own(x[:, None], x[:, None])

@@ -35,6 +35,7 @@ class Report:
         sampling: cfg, temperature, top_k, top_p, steps, sampler, precision, seed, plan (`SamplePlan.hash`), ..
         checks: `ImageAudit.checks()`.
         speed: `Stopwatch.to_dict()`.
+        remarks: Markdown blocks under the table of `report.md`: verdicts, further tables, pictures.
     """
 
     protocol: EvalProtocol
@@ -44,6 +45,7 @@ class Report:
     checks: dict[str, Any] = field(default_factory=dict)
     speed: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     command: str = ""
     env: dict[str, Any] = field(default_factory=lambda: environment())
     duration_s: float = 0.0
@@ -64,6 +66,7 @@ class Report:
             "speed": finite(self.speed),
             "env": finite(self.env),
             "warnings": [*self.warnings, *diagnose(self.scores, self.checks)],
+            "remarks": self.remarks,
         }
 
     def write(self, folder: str | Path) -> Path:
@@ -102,7 +105,8 @@ class Report:
         same = ("model", "sampling", "checks", "speed", "command", "env", "duration_s", "created_utc")
         found = diagnose(scores, data["checks"])  # made anew on writing
         warnings = [text for text in data["warnings"] if text not in found]
-        return cls(protocol, scores, warnings=warnings, **{key: data[key] for key in same})
+        remarks = data.get("remarks", [])  # absent in earlier files
+        return cls(protocol, scores, warnings=warnings, remarks=remarks, **{key: data[key] for key in same})
 
     def markdown(self) -> str:
         """The report for people: warnings, headline table, protocol, what it is comparable with, command."""
@@ -114,6 +118,8 @@ class Report:
         for name, score in self.scores.items():
             cells = [_plus_minus(score), _number(score.bias_corrected), _number(score.floor), score.n or ""]
             lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+        for text in self.remarks:
+            lines += ["", text]
         lines += ["", f"Protocol `{self.protocol.id}` (`{self.protocol.hash}`): `{self.protocol.canonical}`"]
         lines += ["", f"Comparable only with numbers of protocol `{self.protocol.hash}`; +- is one standard error."]
         for block in ("sampling", "checks", "speed", "env"):

@@ -25,8 +25,10 @@ class Objective(ABC):
         nets: trained modules by name; forward returns `(loss, logs)`.
         frozen: modules that are only moved to the device, filled by `setup`.
         export: the net whose `.model` gets the EMA and is saved for sampling.
+        larger_is_better: names of `held_out` values whose largest is the best; of the others it is the smallest.
     """
 
+    larger_is_better: tuple[str, ...] = ()
     nets: dict[str, nn.Module]
     frozen: dict[str, nn.Module]
     export: str

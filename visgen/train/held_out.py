@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from visgen import checkpoint
+from visgen.config import UserError
 from visgen.data import Data, Samples, to_batch
 from visgen.objectives import Objective
 
@@ -29,6 +39,52 @@ def held_out_losses(
         for name, value in objective.held_out(model, to_batch(data.get_many(part), device)).items():
             sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach().float() * len(part)
     return {f"held_out/{name}": float(total) / count for name, total in sums.items()}  # waits here only
+
+
+@dataclass
+class Best:
+    """The best value of a held-out metric so far. Each process keeps its own, fed with the main process's values.
+
+    Attributes:
+        metric: name of the value, as the objective gives it; empty: nothing is kept.
+        step: when it was the best, counted in steps done; 0 before the first evaluation.
+        value: its value then.
+        since: evaluations since then.
+    """
+
+    metric: str = ""
+    step: int = 0
+    value: float = math.nan
+    since: int = 0
+
+    def update(self, found: dict[str, float], step: int, objective: Objective, accelerator: Accelerator) -> bool:
+        """Takes the values of `held_out_losses` after `step` steps (empty but on the main process); is it the best?"""
+        mine = found.get(f"held_out/{self.metric}", math.nan)
+        value = float(broadcast(torch.tensor(mine, dtype=torch.float64, device=accelerator.device)))
+        sign = -1 if self.metric in objective.larger_is_better else 1
+        better = math.isfinite(value) and (self.step == 0 or sign * value < sign * self.value)
+        if better:
+            self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        return better
+
+    def check(self, found: dict[str, float]) -> None:
+        """Raises `UserError` where the objective gives no such value."""
+        names = [name.removeprefix("held_out/") for name in found]
+        if self.metric not in names:
+            allowed = ", ".join(names) or "none, this objective has no held-out values"
+            raise UserError(f"loop.keep_best '{self.metric}' is no held-out value; allowed: {allowed}")
+
+    def restore(self, step: Path, run: Path) -> None:
+        """Takes over what `step` knows, if that is of this metric and its best step lies in this run."""
+        known = checkpoint.read_best(step)
+        if known and known["metric"] == self.metric and (run / checkpoint.step_name(known["step"])).is_dir():
+            self.step, self.value, self.since = known["step"], known["value"], known["since"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the metadata of a step: nothing before the first evaluation."""
+        return {"best": dataclasses.asdict(self)} if self.step else {}
 
 
 def preview_batch(data: Data, count: int, seed: int) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from visgen.launch import cpus, on_cpu
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
-from visgen.train.held_out import held_out_losses, preview_batch
+from visgen.train.held_out import Best, held_out_losses, preview_batch
 from visgen.train.log import Log, LogConfig, Meter, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
@@ -61,6 +61,9 @@ class LoopConfig:
         eval_every: held-out losses of the weight average, in steps; 0 never.
         eval_samples: held-out samples they are taken over.
         keep_last: newest checkpoints that stay, 0 for all.
+        keep_best: a held-out value, such as nats_per_token; an evaluation that finds it best so far writes a checkpoint
+            (`--step best`), which stays until there is a better one; empty: none.
+        patience: evaluations in a row without a better `keep_best` that end the run, 0 for none.
         preview_images: samples of the preview batch, from the held-out split where the data have one.
         seed: of weights, data order, augmentation and every training noise.
         out: run directory; empty: runs/<name of the YAML>.
@@ -76,6 +79,8 @@ class LoopConfig:
     workers: Natural = 4
     save_every: Positive = 1000
     keep_last: Natural = 2
+    keep_best: str = ""
+    patience: Natural = 0
     preview_every: Natural = 1000
     eval_every: Natural = 0
     eval_samples: Positive = 2000
@@ -84,6 +89,13 @@ class LoopConfig:
     seed: Seed = 0
     out: str = ""
     resume: str = "auto"
+
+    def check(self) -> None:
+        """Raises `UserError` for settings that need each other."""
+        if self.keep_best and not self.eval_every:
+            raise UserError(f"loop.keep_best '{self.keep_best}' is a held-out value: set loop.eval_every")
+        if self.patience and not self.keep_best:
+            raise UserError(f"loop.patience {self.patience} waits for a held-out value: set loop.keep_best")
 
 
 @dataclass
@@ -103,6 +115,7 @@ class State:
     rng: torch.Generator  # given to the objective; on the device
     tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
     meter: Meter = field(default_factory=Meter)
+    best: Best = field(default_factory=Best)
 
     def __post_init__(self) -> None:
         self.trainable = {n: [p for p in net.parameters() if p.requires_grad] for n, net in self.nets.items()}
@@ -134,6 +147,7 @@ def fit(
     """
     for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
         check(settings, name)
+    loop.check()
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
@@ -147,15 +161,23 @@ def fit(
             _report(state, data, out, start)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
+        elif _enough(state):
+            out.say(f"{_lost(state)}; raise loop.patience to go on")
+            return
         looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
         spare = held_out() if looks and held_out is not None else data
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
+        if looks and loop.keep_best:
+            state.best.check(_losses(state, spare, 1))
         clock, since = time.monotonic(), start
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)
             done = step + 1
             out.advance()
-            saving = _due(done, loop.save_every, loop.steps)
+            pause = time.monotonic()
+            improved = _evaluate(state, spare if looks else None, done, out)
+            clock += time.monotonic() - pause
+            saving = improved or _enough(state) or _due(done, loop.save_every, loop.steps)
             if saving or done % loop.log_every == 0:
                 means = read_meter(state, step)  # also before every save: a poisoned state is never saved
                 rate = (done - since) * loop.batch / (time.monotonic() - clock)
@@ -165,12 +187,12 @@ def fit(
             pause = time.monotonic()
             if preview is not None and _due(done, loop.preview_every, loop.steps):
                 _preview(state, preview, done, out)
-            if looks and _due(done, loop.eval_every, loop.steps):
-                count, size = loop.eval_samples, loop.batch
-                out.metrics(done, held_out_losses(objective, state.ema.module, spare, count, size, accelerator.device))
             if saving:
                 save(state, done)
             clock += time.monotonic() - pause
+            if _enough(state):
+                out.say(_lost(state))
+                break
     finally:
         out.close()
 
@@ -213,7 +235,8 @@ def prepare(
     if hasattr(objective, "state_dict"):
         accelerator.register_for_checkpointing(objective)
     rng = torch.Generator(accelerator.device)
-    return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, rng)
+    best = Best(loop.keep_best)
+    return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, rng, best=best)
 
 
 def _place(module: nn.Module, device: torch.device) -> nn.Module:
@@ -279,7 +302,7 @@ def read_meter(state: State, step: int) -> dict[str, float]:
 
 
 def save(state: State, step: int) -> None:
-    """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`."""
+    """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`, but the best."""
     accelerator, final = state.accelerator, state.run / checkpoint.step_name(step)
     temporary = checkpoint.unfinished(final)
     if accelerator.is_main_process:
@@ -294,6 +317,7 @@ def save(state: State, step: int) -> None:
         checkpoint.save_module(temporary / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
         facts = {
             **metadata,
+            **state.best.to_dict(),
             "samples": step * state.loop.batch,
             "processes": accelerator.num_processes,
             "torch": torch.__version__,
@@ -304,7 +328,7 @@ def save(state: State, step: int) -> None:
     accelerator.wait_for_everyone()  # every process has written its random state
     if accelerator.is_main_process:
         checkpoint.publish(final)
-        checkpoint.keep_last(state.run, state.loop.keep_last)
+        checkpoint.keep_last(state.run, state.loop.keep_last, state.best.step)
     accelerator.wait_for_everyone()
 
 
@@ -312,6 +336,7 @@ def load(state: State, path: Path) -> int:
     """Restores everything from the step directory `path`; the number of steps done."""
     try:
         state.accelerator.load_state(str(path / "state"))
+        state.best.restore(path, state.run)
         return int(json.loads((path / checkpoint.META).read_text())["step"])
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
         reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
@@ -362,6 +387,30 @@ def _batches(state: State, data: Data, start: int) -> Iterator[list[Batch]]:
 
 def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
+
+
+def _evaluate(state: State, data: Data | None, done: int, out: Log) -> bool:
+    """Held-out losses on `data` (the main process's alone) where they are due; are they the best so far?"""
+    loop = state.loop
+    if not _due(done, loop.eval_every, loop.steps):
+        return False
+    found = _losses(state, data, loop.eval_samples) if data is not None else {}
+    out.metrics(done, found)
+    return bool(loop.keep_best) and state.best.update(found, done, state.objective, state.accelerator)
+
+
+def _losses(state: State, data: Data, samples: int) -> dict[str, float]:
+    device = state.accelerator.device
+    return held_out_losses(state.objective, state.ema.module, data, samples, state.loop.batch, device)
+
+
+def _enough(state: State) -> bool:
+    return 0 < state.loop.patience <= state.best.since
+
+
+def _lost(state: State) -> str:
+    best = state.best
+    return f"no better held_out/{best.metric} in {best.since} evaluations: best {best.value:g}, at step {best.step}"
 
 
 @torch.no_grad()

@@ -34,6 +34,8 @@ _NEUTRAL_LOOP = (
     "workers",
     "save_every",
     "keep_last",
+    "keep_best",
+    "patience",
     "preview_every",
     "preview_images",
     "eval_every",

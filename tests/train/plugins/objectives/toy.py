@@ -100,7 +100,7 @@ class Toy(Objective):
     def held_out(self, model, batch):
         torch.rand(7)  # nor may it notice this
         x = batch["pixels"].flatten(1)
-        return {"error": (model(x) - x).abs().mean()}
+        return {"error": (model(x) - x).abs().mean(), "calls": model.calls.float()}
 
     def write(self, name, batch, step) -> None:
         if not self.config.trace:

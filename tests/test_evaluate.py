@@ -1,0 +1,91 @@
+"""Rows of images and their features: chosen, dealt out, matched by class."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from visgen import evaluate as ev
+from visgen.config import UserError
+from visgen.data.synthetic import Config, Synthetic
+from visgen.evaluate import World
+from visgen.generate import Images, SamplingConfig
+from visgen.metrics.features import build_extractor
+from visgen.metrics.protocol import SamplePlan
+
+DATA = Synthetic(Config(image_size=16, classes=3, n_held_out=23), "held_out")
+ALL = DATA.get_many(range(23))["pixels"][:, 0]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(1, 4), (1, 100), (3, 2), (4, 5), (30, 2)])
+def test_pictures_are_dealt_out_once(size: int, batch: int) -> None:
+    chosen = [22, 0, 7, 7, 13, 1, 2, 3, 4, 5]
+    seen: list[int] = []
+    for rank in range(size):
+        for pixels, index in ev.pictures(DATA, chosen, World(rank, size), batch):
+            assert 1 <= len(index) <= batch and set((index % size).tolist()) == {rank}
+            assert torch.equal(pixels, ALL[[chosen[i] for i in index]])
+            seen += index.tolist()
+    assert sorted(seen) == list(range(10))
+
+
+def test_collect_orders_features_by_index() -> None:
+    extractor = build_extractor("fd_debug")
+    order = torch.randperm(23)
+    told: list[tuple[int, int]] = []
+    rows = ((ALL[part], part) for part in order.split(5))
+    features, audit = ev.collect(rows, 23, extractor, on_step=lambda *at: told.append(at))
+    assert torch.equal(features, extractor(ALL)["pool"]) and told == [(n, 23) for n in (5, 10, 15, 20, 23)]
+    assert audit.checks()["images"] == 23
+    with pytest.raises(UserError, match="did not come exactly once"):
+        ev.collect(((ALL[part], part) for part in order[1:].split(5)), 23, extractor)
+
+
+def test_a_reference_of_chosen_pictures() -> None:
+    extractor = build_extractor("fd_debug")
+    whole, part = ev.reference(DATA, extractor), ev.reference(DATA, extractor, chosen=[4, 2, 9])
+    assert torch.equal(part.features, whole.features[[4, 2, 9]]) and part.n == 3
+    assert part.hash != whole.hash and part.hash != ev.reference(DATA, extractor, chosen=[2, 4, 9]).hash
+    assert part.name == whole.name == "synthetic/held_out" and ev.reference(DATA, extractor, n=9).n == 9
+
+
+def test_matched_takes_each_once_and_the_first_ones() -> None:
+    labels, wanted = torch.tensor([2, 0, 1, 0, 2, 0, 1]), torch.tensor([0, 2, 0, 1])
+    assert ev.matched(labels, wanted).tolist() == [1, 0, 3, 2]
+
+
+def test_choose_follows_the_plan_or_names_the_class() -> None:
+    plan = SamplePlan(21, 3, seed=4)
+    chosen = ev.choose(DATA, plan)
+    assert torch.equal(DATA.labels[chosen], plan.rows().label) and len(chosen.unique()) == 21
+    with pytest.raises(UserError, match=r"class triangle of the held_out split has 7 images, .*lower --n to 21"):
+        ev.choose(DATA, SamplePlan(24, 3))
+
+
+def test_labels_where_the_source_does_not_list_them() -> None:
+    bare = Synthetic(Config(image_size=16, classes=3, n_held_out=23), "held_out")
+    expected = bare.labels
+    del bare.labels
+    assert torch.equal(ev.labels_of(bare), expected)
+
+
+def test_generated_takes_the_labels_that_the_plan_balances() -> None:
+    class Echo:
+        def sample(self, labels: list[int], seeds: list[int], *settings: object) -> Images:
+            pixels = torch.tensor(labels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
+            return Images(pixels, torch.tensor(seeds), labels, seeds, 0, 0.0)
+
+    plan, settings = SamplePlan(12, 4, seed=1), SamplingConfig()
+    settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, batch=5))
+
+    def drawn(labels: Tensor | None) -> list[int]:
+        rows = list(ev.generated(Echo(), plan, settings, labels=labels))  # type: ignore[arg-type]
+        assert torch.cat([index for _, index in rows]).tolist() == list(range(12))
+        return torch.cat([pixels for pixels, _ in rows])[:, 0, 0, 0].tolist()
+
+    assert drawn(None) == plan.rows().label.tolist()
+    table = torch.tensor([7, 7, 9, 5])
+    assert drawn(table) == table[plan.rows().label].tolist() and sorted(drawn(table)) == [5] * 3 + [7] * 6 + [9] * 3
