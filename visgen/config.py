@@ -124,6 +124,16 @@ def dump(config: Any) -> Any:
     return config
 
 
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name of what `dump` nests."""
+    if not isinstance(values, dict):
+        return {prefix: values}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}.{key}" if prefix else key)
+    return out
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping with its `base:` parents (paths relative to the file) merged beneath it."""
     merged: dict[str, Any] = {}

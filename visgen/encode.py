@@ -97,7 +97,7 @@ def encode(
     views: Views = "flip",
     ranges: Sequence[float] = (1.1,),
     batch: int = 256,
-    shard: Positive = 8192,
+    shard: int = 8192,
     workers: int = 0,
     state: PartialState | None = None,
 ) -> Path:

@@ -231,6 +231,14 @@ def test_training_the_decoder_keeps_codes_and_their_hash(tmp_path):
     assert checkpoint.tokenizer_hash(model) != checkpoint.tokenizer_hash(start)
 
 
+def test_frozen_codes_know_no_dropout():
+    model = build(conv_vq.Config(image_size=16, width=8, multipliers=(1, 2), res_blocks=1, norm_groups=4, dropout=0.9))
+    model.freeze_codes()
+    pixels = batch()["pixels"]
+    assert torch.equal(model.train()(pixels).ids, model.eval().encode(pixels))
+    assert model.train().decoder.training and not model.encoder.training
+
+
 def test_start_is_refused_without_a_file_or_with_another_config(tmp_path):
     with pytest.raises(UserError, match="names no tokenizer"):
         make(train="decoder")

@@ -18,6 +18,7 @@ from visgen.train import loop as loops
 from visgen.train import main as program
 from visgen.train import seeds
 from visgen.train.order import Order
+from visgen.train.state import keep_tokenizer
 
 ROOT = HERE.parents[1]
 NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
@@ -383,16 +384,16 @@ def test_a_frozen_tokenizer_is_kept_beside_the_run(tmp_path):
 
     data = build(plugin_config("visgen.data", "toy"), "train")
     first = checkpoint.tokenizer_hash(tokenizer)
-    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == first == kept()
-    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=True) == first
+    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == first == kept()
+    assert keep_tokenizer(objective, data, tmp_path, resumed=True) == first
     with torch.no_grad():
         next(tokenizer.parameters()).add_(1)
     with pytest.raises(UserError, match=f"{first[:12]}.*is not the tokenizer of this config"):
-        loops._keep_tokenizer(objective, data, tmp_path, resumed=True)
+        keep_tokenizer(objective, data, tmp_path, resumed=True)
     assert kept() == first
-    loops._keep_tokenizer(objective, data, tmp_path, resumed=False)  # what a failed start left is replaced
+    keep_tokenizer(objective, data, tmp_path, resumed=False)  # what a failed start left is replaced
     assert kept() == checkpoint.tokenizer_hash(tokenizer) != first
     objective.frozen.clear()
-    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == ""
+    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == ""
     data.tokenizer_hash = "abc"  # of cached codes
-    assert loops._keep_tokenizer(objective, data, tmp_path, resumed=False) == "abc"
+    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == "abc"

@@ -1,9 +1,9 @@
 """Discriminators (PatchGAN, or heads on frozen features), hinge loss and the LeCAM regulariser.
 
 Sources: Isola et al., arXiv:1611.07004 (70x70 patches with three layers); hinge loss as in Lim & Ye, arXiv:1705.02894;
-LeCAM: Tseng et al., arXiv:2104.03310, eq. 5. GroupNorm stands where the papers have BatchNorm, so an image's
-logits depend on no other image and ranks share no statistics. Heads on the features of a pretrained network: Sauer et
-al., "Projected GANs", arXiv:2111.01007, here without the random projections.
+LeCAM: Tseng et al., arXiv:2104.03310, eq. 5. GroupNorm stands where the papers have BatchNorm, so an image's logits
+depend on no other image and ranks share no statistics. Heads on the features of a pretrained network: Sauer et al.,
+"Projected GANs", arXiv:2111.01007, here without the random projections.
 """
 
 from __future__ import annotations

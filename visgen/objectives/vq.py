@@ -11,7 +11,7 @@ DDP waits for is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,7 @@ class VQ(Objective):
         from visgen.checkpoint import load_tokenizer  # reads files, so it is not needed to build the nets
 
         found, wanted = load_tokenizer(path), self.exported()
-        given, own = (dict(_leaves(configs.dump(t.config))) for t in (found, wanted))
+        given, own = (configs.flat(configs.dump(t.config)) for t in (found, wanted))
         differing = [f"{key} {value}" for key, value in given.items() if own.get(key) != value]
         if differing or type(found) is not type(wanted):
             raise UserError(
@@ -274,9 +274,3 @@ def psnr(image: Tensor, real: Tensor) -> Tensor:
     """Mean over images of the peak signal-to-noise ratio in dB, [B, 3, H, W] in [-1, 1] (peak to peak 2)."""
     error = (image.detach().clamp(-1, 1) - real).square().mean((1, 2, 3)).clamp(min=1e-10)
     return (10 * torch.log10(4 / error)).mean()
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all that nested dictionaries hold."""
-    for key, value in values.items():
-        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]

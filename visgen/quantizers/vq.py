@@ -37,9 +37,8 @@ class Config:
     channels: Positive = 8
     normalise: bool = True  # unit-length vectors and codes (cosine distance); False: plain Euclidean VQ
     commitment: Weight = 0.25  # weight of |z - sg[e]|^2; |e - sg[z]|^2 weighs 1
-    init_after: Annotated[
-        int, Range(-1)
-    ] = -1  # bypass quantisation this many steps, then draw the table from the batch; -1: random table
+    # bypass quantisation this many steps, then draw the table from the batch; -1: random table
+    init_after: Annotated[int, Range(-1)] = -1
     restart_below: Weight = 0.0  # redraw a code whose share is below this part of 1 / codes; 0: never
     restart_until: Natural = 0  # last step with restarts, so that a weight EMA can settle; 0: no end
     decay: Rate = 0.99  # of the moving share of each code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -68,3 +69,11 @@ class Tokenizer(nn.Module, ABC):
         for name in self.code_parts:
             getattr(self, name).requires_grad_(False)
         self.codes_frozen = True
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module, but frozen codes stay as they are in eval mode: no dropout changes them."""
+        super().train(mode)
+        for name in self.code_parts if self.codes_frozen else ():
+            getattr(self, name).eval()
+        return self

@@ -6,6 +6,7 @@ Only the main process writes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import netrc
@@ -13,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,25 @@ class Meter:
         first = {n: min(c) for n, c in zip(bad, columns[len(sums) :], strict=True)}
         self.sums, self.counts, self.bad = {}, {}, {}
         return means, {n: int(step) for n, step in first.items() if math.isfinite(step)}
+
+
+class Clock:
+    """Steps a second of the training itself: what happens while `paused` does not count."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.start = step, time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.start += time.monotonic() - began
+
+    def lap(self, step: int) -> float:
+        """Steps a second since the last lap, which ends with `step` steps done."""
+        rate = (step - self.step) / (time.monotonic() - self.start)
+        self.step, self.start = step, time.monotonic()
+        return rate
 
 
 class Log:

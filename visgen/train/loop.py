@@ -12,113 +12,27 @@ step are the same objects in each of its turns, so an objective can keep tensors
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any
 
-import accelerate
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from visgen import checkpoint
-from visgen.checks import Natural, Positive, Seed, Weight, check
+from visgen.checks import check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
 from visgen.launch import cpus, on_cpu
 from visgen.objectives import Objective
-from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
 from visgen.train.held_out import Best, held_out_losses, preview_batch
-from visgen.train.log import Log, LogConfig, Meter, report
+from visgen.train.log import Clock, Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """The loop.
-
-    Attributes:
-        steps: optimisation steps in all.
-        batch: samples of one step, over all processes and micro-batches together.
-        accumulation: micro-batches of one step, on each process.
-        precision: bf16 is autocast around each net's forward; tf32 lets fp32 matrix products and convolutions run in
-            TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
-        clip: largest gradient norm of a net, 0 for none.
-        compile: torch.compile each net's forward.
-        workers: data-reading processes of each process, at most one a CPU.
-        save_every, preview_every, log_every: in steps; the last step saves and previews too; 0 previews never.
-        eval_every: held-out losses of the weight average, in steps; 0 never.
-        eval_samples: held-out samples they are taken over.
-        keep_last: newest checkpoints that stay, 0 for all.
-        keep_best: a held-out value, such as nats_per_token; an evaluation that finds it best so far writes a checkpoint
-            (`--step best`), which stays until there is a better one; empty: none.
-        patience: evaluations in a row without a better `keep_best` that end the run, 0 for none.
-        preview_images: samples of the preview batch, from the held-out split where the data have one.
-        seed: of weights, data order, augmentation and every training noise.
-        out: run directory; empty: runs/<name of the YAML>.
-        resume: auto (the newest checkpoint in `out`), never, or the run or step directory to start from.
-    """
-
-    steps: Positive = 10_000
-    batch: Positive = 64
-    accumulation: Positive = 1
-    precision: Literal["bf16", "tf32", "fp32"] = "bf16"
-    clip: Weight = 1.0
-    compile: bool = False
-    workers: Natural = 4
-    save_every: Positive = 1000
-    keep_last: Natural = 2
-    keep_best: str = ""
-    patience: Natural = 0
-    preview_every: Natural = 1000
-    eval_every: Natural = 0
-    eval_samples: Positive = 2000
-    preview_images: Positive = 16
-    log_every: Positive = 50
-    seed: Seed = 0
-    out: str = ""
-    resume: str = "auto"
-
-    def check(self) -> None:
-        """Raises `UserError` for settings that need each other."""
-        if self.keep_best and not self.eval_every:
-            raise UserError(f"loop.keep_best '{self.keep_best}' is a held-out value: set loop.eval_every")
-        if self.patience and not self.keep_best:
-            raise UserError(f"loop.patience {self.patience} waits for a held-out value: set loop.keep_best")
-
-
-@dataclass
-class State:
-    """What a step needs or changes."""
-
-    accelerator: Accelerator
-    objective: Objective
-    run: Path
-    classes: list[str]
-    loop: LoopConfig
-    ema_config: EmaConfig
-    nets: dict[str, nn.Module]  # prepared
-    optimizers: dict[str, Any]
-    settings: dict[str, OptimConfig]
-    ema: Ema
-    rng: torch.Generator  # given to the objective; on the device
-    tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
-    meter: Meter = field(default_factory=Meter)
-    best: Best = field(default_factory=Best)
-
-    def __post_init__(self) -> None:
-        self.trainable = {n: [p for p in net.parameters() if p.requires_grad] for n, net in self.nets.items()}
+from visgen.train.state import LoopConfig, State, keep_tokenizer, load, save
 
 
 def fit(
@@ -154,7 +68,7 @@ def fit(
     start = load(state, resume) if resume is not None else 0
     if accelerator.is_main_process:
         checkpoint.clean(run)
-        state.tokenizer = _keep_tokenizer(objective, data, run, start > 0)
+        state.tokenizer = keep_tokenizer(objective, data, run, start > 0)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
@@ -169,27 +83,23 @@ def fit(
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
         if looks and loop.keep_best:
             state.best.check(_losses(state, spare, 1))
-        clock, since = time.monotonic(), start
+        clock = Clock(start)
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)
             done = step + 1
             out.advance()
-            pause = time.monotonic()
-            improved = _evaluate(state, spare if looks else None, done, out)
-            clock += time.monotonic() - pause
+            with clock.paused():
+                improved = _evaluate(state, spare if looks else None, done, out)
             saving = improved or _enough(state) or _due(done, loop.save_every, loop.steps)
             if saving or done % loop.log_every == 0:
                 means = read_meter(state, step)  # also before every save: a poisoned state is never saved
-                rate = (done - since) * loop.batch / (time.monotonic() - clock)
-                facts = {"epoch": done * loop.batch / len(data), "images_per_s": rate}
+                facts = {"epoch": done * loop.batch / len(data), "images_per_s": clock.lap(done) * loop.batch}
                 out.metrics(done, {**means, **facts}, f"{objective.export}/loss")
-                clock, since = time.monotonic(), done
-            pause = time.monotonic()
-            if preview is not None and _due(done, loop.preview_every, loop.steps):
-                _preview(state, preview, done, out)
-            if saving:
-                save(state, done)
-            clock += time.monotonic() - pause
+            with clock.paused():
+                if preview is not None and _due(done, loop.preview_every, loop.steps):
+                    _preview(state, preview, done, out)
+                if saving:
+                    save(state, done)
             if _enough(state):
                 out.say(_lost(state))
                 break
@@ -296,79 +206,6 @@ def read_meter(state: State, step: int) -> dict[str, float]:
         )
     rates = {f"{n}/lr": learning_rate(s, step, state.loop.steps) for n, s in state.settings.items()}
     return {**means, **rates}
-
-
-# -------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save(state: State, step: int) -> None:
-    """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`, but the best."""
-    accelerator, final = state.accelerator, state.run / checkpoint.step_name(step)
-    temporary = checkpoint.unfinished(final)
-    if accelerator.is_main_process:
-        temporary.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary / "state"))
-    if accelerator.is_main_process:
-        objective = state.objective
-        metadata = {"step": step, "objective": type(objective).__module__.rpartition(".")[2]}
-        config, dtype = objective.exported().config, DTYPES[state.ema_config.save_dtype]
-        extra = {**metadata, "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
-        checkpoint.save_module(temporary / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
-        facts = {
-            **metadata,
-            **state.best.to_dict(),
-            "samples": step * state.loop.batch,
-            "processes": accelerator.num_processes,
-            "torch": torch.__version__,
-            "accelerate": accelerate.__version__,
-            "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
-        (temporary / checkpoint.META).write_text(json.dumps(facts, indent=1) + "\n")
-    accelerator.wait_for_everyone()  # every process has written its random state
-    if accelerator.is_main_process:
-        checkpoint.publish(final)
-        checkpoint.keep_last(state.run, state.loop.keep_last, state.best.step)
-    accelerator.wait_for_everyone()
-
-
-def load(state: State, path: Path) -> int:
-    """Restores everything from the step directory `path`; the number of steps done."""
-    try:
-        state.accelerator.load_state(str(path / "state"))
-        state.best.restore(path, state.run)
-        return int(json.loads((path / checkpoint.META).read_text())["step"])
-    except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
-        raise UserError(
-            f"{path} does not fit this config or is damaged ({reason[:300]}); if damaged, remove it to "
-            + (f"go on from {older[-1]}" if older else "start anew, for there is no older one")
-        ) from error
-
-
-def _keep_tokenizer(objective: Objective, data: Data, run: Path, resumed: bool) -> str:
-    """Copies a frozen tokenizer beside the run: a directory is all that sampling needs.
-
-    Returns:
-        Hash of the tokenizer whose tokens are learned, be they encoded on the fly or cached; "" if none is known.
-
-    Raises:
-        UserError: a continued run was trained on another tokenizer.
-    """
-    tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
-    if not isinstance(tokenizer, Tokenizer):
-        return getattr(data, "tokenizer_hash", "")
-    given = checkpoint.tokenizer_hash(tokenizer)
-    if resumed and path.exists():
-        kept = checkpoint.tokenizer_hash(checkpoint.load_tokenizer(path))
-        if kept != given:
-            raise UserError(
-                f"{path} ({kept[:12]}) is not the tokenizer of this config ({given[:12]}), which was trained anew; "
-                "give the old one back, or start in another loop.out"
-            )
-    else:
-        checkpoint.save_module(path, tokenizer, tokenizer.config)
-    return given
 
 
 # ------------------------------------------------------------------------------------------------------ helpers

@@ -23,9 +23,10 @@ from visgen.data import Data
 from visgen.launch import writable
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
-from visgen.train.loop import LoopConfig, fit, make_accelerator
+from visgen.train.loop import fit, make_accelerator
 from visgen.train.optim import OptimConfig
 from visgen.train.seeds import BUILD, seed_process
+from visgen.train.state import LoopConfig
 
 # Keys that may differ between a run and its continuation: they change neither the data, the maths nor the schedule.
 _NEUTRAL_LOOP = (
@@ -78,10 +79,10 @@ def train(argv: list[str]) -> None:
             "train.py needs a config, as in `python train.py configs/debug/vq.yaml --loop.steps 100`; configs/ holds "
             "more, --help lists every key"
         )
+    counts = parameters(config)  # nets that cannot be built are refused before a directory is made or data are read
     if config.dry_run:
-        print(json.dumps(parameters(config)))
+        print(json.dumps(counts))
         return
-    parameters(config)  # nets that cannot be built are refused before a directory is made or data are read
     config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
     accelerator = make_accelerator(loop)
@@ -194,8 +195,8 @@ def compare_config(config: TrainConfig, run: Path) -> None:
             f"run directory {run} holds checkpoints but no config.yaml to compare this config with; put it back, or "
             f"start from its weights with --loop.resume {run} in another loop.out"
         )
-    old = _flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
-    new = _flat(configs.dump(config))
+    old = configs.flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
+    new = configs.flat(configs.dump(config))
     changed = [
         f"{key} ({old.get(key, 'absent')} there, {new.get(key, 'absent')} now)"
         for key in sorted({*old, *new})
@@ -228,15 +229,6 @@ def held_out(config: TrainConfig, data: Data) -> Data:
             raise UserError(f"loop.eval_every needs a held-out split ({error}); or set loop.eval_every 0") from None
         print(f"previews are of training samples: {error}", file=sys.stderr)
         return data
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return out
 
 
 if __name__ == "__main__":
