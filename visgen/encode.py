@@ -44,7 +44,8 @@ class Config:
     data: Any = plugin("visgen.data", "fashion_mnist")
     split: Split = "train"
     views: Views = "flip"
-    """center: 1 view. flip: the image and its mirror. ten_crop: LlamaGen's ten crops per crop range."""
+    """center: 1 view. flip: the image and its mirror. shift: nine of each, moved by a pixel. ten_crop: LlamaGen's ten
+    crops per crop range."""
     crop_ranges: tuple[float, ...] = (1.1,)
     """ten_crop: side of the cropped square over the image size; LlamaGen's results use 1.1 and 1.05."""
     batch: Positive = 256

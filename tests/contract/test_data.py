@@ -168,14 +168,25 @@ def test_views_of_pixels(source: Open) -> None:
         with pytest.raises(UserError, match="tokens"):
             data.views([0], "center")
         return
-    for kind, count in (("center", 1), ("flip", 2)):
+    for kind, count in (("center", 1), ("flip", 2), ("shift", 18)):
         views = data.views([1, 2], kind)
         assert views["pixels"].dtype == torch.uint8 and views["pixels"].shape[:3] == (2, count, 1)
         assert torch.equal(views["pixels"][:, 0], data.get_many([1, 2])["pixels"])
         assert torch.equal(
-            views["pixels"][:, -1], views["pixels"][:, 0].flip(-1) if count == 2 else views["pixels"][:, 0]
+            views["pixels"][:, count // 2], views["pixels"][:, 0].flip(-1) if count > 1 else views["pixels"][:, 0]
         )
         assert views["label"].tolist() == [data.get(1)["label"], data.get(2)["label"]]
+
+
+def test_shifted_views_repeat_the_edge(source: Open) -> None:
+    data = source()
+    if "tokens" in data.get(0):
+        return
+    views = data.views([1], "shift")["pixels"][0, :, 0]  # [18, 3, H, W]
+    padded = torch.nn.functional.pad(views[0].float(), (1, 1, 1, 1), mode="replicate").byte()
+    size = views.shape[-1]
+    crops = [padded[:, y : y + size, x : x + size] for y in range(3) for x in range(3)]
+    assert all(any(torch.equal(view, crop) for view in views[:9]) for crop in crops)
 
 
 def test_the_loader_gets_what_the_keys_say(source: Open) -> None:

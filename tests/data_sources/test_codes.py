@@ -70,6 +70,10 @@ def test_views_are_drawn_evenly_in_training_only(tmp_path):
     assert min(counts) > 5  # 20 each expected
     for sample in (train.get(3), held.get(3), held.get(3, np.random.default_rng(0))):
         assert sample["tokens"].tolist() == ids[3, 4].tolist()  # the centre crop
+        assert sample["view"] == 0
+    for k in range(30):
+        sample = train.get(3, np.random.default_rng(k))
+        assert sample["tokens"].tolist() == ids[3, (sample["view"] + 4) % 20].tolist()
 
 
 def test_workers_and_pickling_read_the_same(tmp_path):

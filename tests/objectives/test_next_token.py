@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,14 @@ def test_cached_codes_of_another_grid_or_vocabulary(grid: tuple[int, int, int], 
     message = refused(NextToken(config()), Cached(grid, vocab))
     assert f"{grid} and vocab {vocab}" in message and f"(1, 4, 4) and {VOCAB}" in message
     assert "objective.model.grid" in message
+
+
+def test_views_that_the_data_do_not_have() -> None:
+    condition = plugin_config("visgen.conditions", "label", classes=CLASSES, views=18)
+    made = config()
+    made = replace(made, model=replace(made.model, condition=condition))
+    message = refused(NextToken(made), Cached())
+    assert "condition.views is 18" in message and "1 views" in message and "--views shift" in message
 
 
 def test_cached_codes_alone_are_enough() -> None:

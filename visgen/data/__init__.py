@@ -17,7 +17,8 @@ from torch import Tensor
 from visgen.config import UserError, kind_of
 
 Split = Literal["train", "held_out"]
-Views = Literal["center", "flip", "ten_crop"]  # which unaugmented views of an image are cached as codes
+Views = Literal["center", "flip", "shift", "ten_crop"]  # which unaugmented views of an image are cached as codes
+_MOVES = [(0, 0), *((y, x) for y in (-1, 0, 1) for x in (-1, 0, 1) if (y, x) != (0, 0))]  # of `shift`, in pixels
 
 
 class Batch(TypedDict, total=False):
@@ -29,6 +30,7 @@ class Batch(TypedDict, total=False):
     text: Tensor  # [B, S, Dt] float
     map: Tensor  # [B, T, 3, H, W] control map
     index: Tensor  # [B] int64, position of the sample in its source
+    view: Tensor  # [B] int64, which view of the sample the cached tokens are of; 0 is the plain one
 
 
 class Data(ABC):
@@ -61,22 +63,32 @@ class Data(ABC):
         """Plain samples, stacked: `pixels` [B, T, 3, H, W] or `tokens` [B, N], and `label` [B] int64. Sources held in
         memory override it: it is the fast path of `encode` and of reference statistics."""
         samples = [self.get(int(i)) for i in indices]
-        label = torch.tensor([s.pop("label") for s in samples], dtype=torch.int64)
-        return {**{k: torch.stack([s[k] for s in samples]) for k in samples[0]}, "label": label}
+        return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in samples[0]}
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
         """Plain views of samples: `pixels` uint8 [B, V, T, 3, H, W] and `label` [B].
 
-        `center`: V = 1. `flip`: the image and its mirror. `ten_crop`: for each r of `ranges`, ten crops of the image
+        `center`: V = 1. `flip`: the image and its mirror. `shift`: nine of each, moved by -1, 0 and 1 pixels in y and
+        x with the edge repeated, the unmoved one first. `ten_crop`: for each r of `ranges`, ten crops of the image
         whose shorter side is int(H r): corners TL TR BL BR, centre, then their mirrors (LlamaGen; see `_images`).
         """
         if kind == "ten_crop":
-            raise UserError(f"data '{kind_of(self.config)}' has no 'ten_crop' views; allowed: center, flip")
+            raise UserError(f"data '{kind_of(self.config)}' has no 'ten_crop' views; allowed: center, flip, shift")
         many = self.get_many(indices)
         pixels = many["pixels"].unsqueeze(1)  # [B, 1, T, 3, H, W]
-        if kind == "flip":
+        if kind != "center":
             pixels = torch.cat([pixels, pixels.flip(-1)], 1)
+        if kind == "shift":
+            pixels = torch.stack([_moved(pixels, y, x) for y, x in _MOVES], 2).flatten(1, 2)  # [B, 2 * 9, T, 3, H, W]
         return {"pixels": pixels, "label": many["label"]}
+
+
+def _moved(pixels: Tensor, y: int, x: int) -> Tensor:
+    """Images [..., H, W] moved down by y and right by x pixels; their edge is repeated."""
+    for dim, move in ((-2, y), (-1, x)):
+        size = pixels.shape[dim]
+        pixels = pixels.index_select(dim, (torch.arange(size) - move).clamp(0, size - 1))
+    return pixels
 
 
 class Samples(torch.utils.data.Dataset):

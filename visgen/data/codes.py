@@ -63,7 +63,7 @@ class Index:
 
     @property
     def view_count(self) -> int:
-        return {"center": 1, "flip": 2, "ten_crop": 10 * len(self.ranges)}[self.views]
+        return {"center": 1, "flip": 2, "shift": 18, "ten_crop": 10 * len(self.ranges)}[self.views]
 
     @property
     def dtype(self) -> np.dtype:
@@ -83,7 +83,7 @@ class Index:
 
 
 class Codes(Data):
-    """Samples are `tokens` int64 [N] and `label`. Training draws a view; plain samples have the central one.
+    """Samples are `tokens` int64 [N], `label` and `view`. Training draws a view; plain samples have the central one, 0.
 
     Attributes:
         index: everything that `index.json` says.
@@ -117,10 +117,11 @@ class Codes(Data):
         return self.index.images
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
-        view = CENTER if self.index.views == "ten_crop" else 0
+        view = plain = CENTER if self.index.views == "ten_crop" else 0
         if rng is not None and self.split == "train":
             view = int(rng.integers(self.view_count))
-        return {"tokens": torch.from_numpy(self.tokens(index)[view].astype(np.int64)), "label": int(self.labels[index])}
+        tokens = torch.from_numpy(self.tokens(index)[view].astype(np.int64))
+        return {"tokens": tokens, "label": int(self.labels[index]), "view": (view - plain) % self.view_count}
 
     def tokens(self, index: int) -> np.ndarray:
         """All views of an image, [V, N] of the stored dtype, in the file's memory."""

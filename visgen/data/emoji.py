@@ -130,11 +130,12 @@ class Emoji(Data):
         return {"pixels": self._pixels[chosen][:, None], "label": self.labels[chosen]}
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
-        """As the contract says, but the mirror view of what must not be mirrored is the picture itself."""
+        """As the contract says, but the mirror views of what must not be mirrored are the picture's own."""
         many = super().views(indices, kind, ranges)
-        if kind == "flip":
+        half = many["pixels"].shape[1] // 2
+        if half:
             kept = ~self._mirror[torch.as_tensor(indices, dtype=torch.int64)]
-            many["pixels"][kept, 1] = many["pixels"][kept, 0]
+            many["pixels"][kept, half:] = many["pixels"][kept, :half]
         return many
 
     def bases(self) -> list[int]:

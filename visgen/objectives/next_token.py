@@ -101,6 +101,12 @@ class NextToken(Objective):
                 f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
                 f"set it to {len(data.classes)}"
             )
+        views, cached = getattr(self.config.model.condition, "views", 1), getattr(data, "view_count", 1)
+        if views > 1 and views != cached:
+            raise UserError(
+                f"objective.model.condition.views is {views}, the data has {cached} views of an image; set it to "
+                f"{cached}, or cache more: `python -m visgen.encode --views shift` writes 18"
+            )
 
     def tokens(self, batch: Batch) -> Tensor:
         """Cached tokens [B, N], or those of the batch's pixels."""
