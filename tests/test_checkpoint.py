@@ -1,5 +1,6 @@
 """Weight files and run directories: what is written loads again, what does not fit is refused in one line."""
 
+import dataclasses
 import json
 
 import pytest
@@ -117,6 +118,18 @@ def test_hash_is_of_weights_and_config():
         next(one.parameters()).view(-1)[0] += 1e-3
     assert checkpoint.tokenizer_hash(one) != checkpoint.tokenizer_hash(make_tokenizer())
     assert checkpoint.tokenizer_hash(make_tokenizer(dropout=0.1)) != checkpoint.tokenizer_hash(make_tokenizer())
+
+
+def test_the_hash_outlives_a_new_field_of_the_config(monkeypatch):
+    one, old = make_tokenizer(), checkpoint.tokenizer_hash(make_tokenizer())
+    field = ("novelty", bool, dataclasses.field(default=False))
+    grown = dataclasses.make_dataclass("Config", [field], bases=(type(one.config),), frozen=True)
+    monkeypatch.setattr(grown, "__module__", type(one.config).__module__)
+    values = {f.name: getattr(one.config, f.name) for f in dataclasses.fields(one.config)}
+    one.config = grown(**values)
+    assert checkpoint.tokenizer_hash(one) == old
+    one.config = grown(**values, novelty=True)
+    assert checkpoint.tokenizer_hash(one) != old
 
 
 def test_wrong_kind_and_wrong_values(runs):

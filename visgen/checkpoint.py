@@ -7,6 +7,7 @@ one, `tokenizer.safetensors`. A weight file is safetensors whose metadata say ho
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -114,9 +115,10 @@ def load_model(path: Path | str, **expect: Any) -> Model:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """sha256 of the config and of every tensor (name, shape, bytes; floats as float32) of the parts that tokens depend
-    on: equal hash, equal tokens of equal meaning. A decoder that was trained further alone keeps the hash."""
-    digest = hashlib.sha256(json.dumps(describe(tokenizer.config), sort_keys=True).encode())
+    """sha256 of the config's own choices and of every tensor (name, shape, bytes; floats as float32) of the parts that
+    tokens depend on: equal hash, equal tokens of equal meaning. A decoder that was trained further alone keeps the
+    hash, and so does a tokenizer whose Config gained a field since, at its default."""
+    digest = hashlib.sha256(json.dumps(_choices(tokenizer.config), sort_keys=True, default=str).encode())
     parts = tokenizer.code_parts
     for name, tensor in sorted(tokenizer.state_dict().items()):
         if parts and name.partition(".")[0] not in parts:
@@ -126,6 +128,17 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _choices(config: Any) -> dict[str, Any]:
+    """The kind of a plugin's config and the fields that differ from their defaults."""
+    default = type(config)()
+    chosen: dict[str, Any] = {"kind": configs.kind_of(config)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name):
+            chosen[field.name] = _choices(value) if dataclasses.is_dataclass(value) else value
+    return chosen
 
 
 def describe(config: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Convolutional networks: sizes, shapes, and attention against a naive twin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,9 +40,22 @@ def test_attention_flag_only_removes_attention():
     assert count(with_it) - count(without) == blocks
 
 
+def test_a_local_encoder_sees_its_neighbourhood_alone():
+    torch.manual_seed(0)
+    shape = Shape(width=8, multipliers=(1, 2, 2), res_blocks=1, attention=False, norm_groups=4)
+    x = torch.randn(1, 3, 32, 32, requires_grad=True)
+    for local, reach in ((True, 9), (False, 32)):
+        features = Encoder(replace(shape, local=local), 5)(x)
+        (seen,) = torch.autograd.grad(features[0, :, 3, 4].sum(), x)  # the patch of rows 12..15, columns 16..19
+        rows, columns = seen[0].abs().sum(0).nonzero().unbind(1)
+        assert max(int(rows.max() - rows.min()), int(columns.max() - columns.min())) + 1 == reach
+        if local:
+            assert rows.min() == 11 and columns.min() == 15
+
+
 def test_attention_equals_the_formula():
     torch.manual_seed(0)
-    block, x = AttnBlock(8, 4), torch.randn(2, 8, 3, 5)
+    block, x = AttnBlock(Shape(norm_groups=4), 8), torch.randn(2, 8, 3, 5)
     h = block.norm(x)
     q, k, v = (conv(h).flatten(2) for conv in (block.q, block.k, block.v))  # [B, C, HW]
     weights = torch.softmax(torch.einsum("bci,bcj->bij", q, k) / 8**0.5, -1)

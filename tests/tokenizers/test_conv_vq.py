@@ -33,6 +33,16 @@ def test_published_sizes(multipliers, parameters, side):
     assert tokenizer.image_size == (256, 256)
 
 
+def test_a_local_encoder_gives_equal_patches_one_code():
+    tokenizer = tiny(local_encoder=True, attention=False).eval()
+    pixels = torch.full((1, 1, 3, 16, 16), 0.3)
+    pixels[..., :4, :4] = torch.rand(3, 4, 4)
+    ids = tokenizer.encode(pixels).view(8, 8)
+    assert len(ids[3:-1, 3:-1].unique()) == 1
+    with pytest.raises(UserError, match="set attention to false"):
+        tiny(local_encoder=True)
+
+
 # -------------------------------------------------------------------------------------------- LlamaGen's weights
 
 

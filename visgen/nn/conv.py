@@ -26,6 +26,7 @@ class Shape:
     attention: bool = True  # after each ResBlock of the lowest level and in the middle
     dropout: float = 0.0
     norm_groups: int = 32  # of GroupNorm; widths that it does not divide use their greatest common divisor
+    local: bool = False  # 1x1 ResBlocks and norms per position: features see a few pixels around their patch, no more
 
     @property
     def stride(self) -> int:
@@ -47,8 +48,8 @@ class Encoder(nn.Module):
             self.levels.append(Level(shape, channels, shape.attention and i == lowest, resample))
             before = width
         self.middle = middle(shape, before)
-        self.norm_out = group_norm(before, shape.norm_groups)
-        self.conv_out = nn.Conv2d(before, out_channels, 3, padding=1)
+        self.norm_out = norm(shape, before)
+        self.conv_out = conv(shape, before, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, out_channels, H / stride, W / stride]."""
@@ -73,8 +74,8 @@ class Decoder(nn.Module):
             resample = nn.Identity() if i == highest else Up(width)
             self.levels.append(Level(shape, channels, shape.attention and i == 0, resample))
             before = width
-        self.norm_out = group_norm(before, shape.norm_groups)
-        self.conv_out = nn.Conv2d(before, out_channels, 3, padding=1)
+        self.norm_out = norm(shape, before)
+        self.conv_out = conv(shape, before, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, in_channels, h, w] -> [B, 3, h * stride, w * stride]."""
@@ -89,9 +90,8 @@ class Level(nn.Module):
 
     def __init__(self, shape: Shape, channels: Sequence[int], attention: bool, resample: nn.Module) -> None:
         super().__init__()
-        groups = shape.norm_groups
-        self.res = nn.ModuleList(ResBlock(i, o, shape.dropout, groups) for i, o in pairwise(channels))
-        self.attn = nn.ModuleList(AttnBlock(o, groups) if attention else nn.Identity() for o in channels[1:])
+        self.res = nn.ModuleList(ResBlock(shape, i, o) for i, o in pairwise(channels))
+        self.attn = nn.ModuleList(AttnBlock(shape, o) if attention else nn.Identity() for o in channels[1:])
         self.resample = resample
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,15 +101,15 @@ class Level(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """norm, SiLU, conv3x3, norm, SiLU, dropout, conv3x3, added to a skip (1x1 conv where the width changes)."""
+    """norm, SiLU, conv, norm, SiLU, dropout, conv, added to a skip (1x1 conv where the width changes)."""
 
-    def __init__(self, in_channels: int, out_channels: int, dropout: float = 0.0, groups: int = 32) -> None:
+    def __init__(self, shape: Shape, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.norm1 = group_norm(in_channels, groups)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.norm2 = group_norm(out_channels, groups)
-        self.dropout = nn.Dropout(dropout)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.norm1 = norm(shape, in_channels)
+        self.conv1 = conv(shape, in_channels, out_channels)
+        self.norm2 = norm(shape, out_channels)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.conv2 = conv(shape, out_channels, out_channels)
         self.skip = nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class ResBlock(nn.Module):
 class AttnBlock(nn.Module):
     """Single-head self-attention over all positions with 1x1 convolutions, residual."""
 
-    def __init__(self, channels: int, groups: int = 32) -> None:
+    def __init__(self, shape: Shape, channels: int) -> None:
         super().__init__()
-        self.norm = group_norm(channels, groups)
+        self.norm = norm(shape, channels)
         self.q = nn.Conv2d(channels, channels, 1)
         self.k = nn.Conv2d(channels, channels, 1)
         self.v = nn.Conv2d(channels, channels, 1)
@@ -160,12 +160,34 @@ class Up(nn.Module):
 
 def middle(shape: Shape, channels: int) -> nn.Sequential:
     """ResBlock, attention if the shape has it, ResBlock."""
-    blocks: list[nn.Module] = [ResBlock(channels, channels, shape.dropout, shape.norm_groups) for _ in range(2)]
+    blocks: list[nn.Module] = [ResBlock(shape, channels, channels) for _ in range(2)]
     if shape.attention:
-        blocks.insert(1, AttnBlock(channels, shape.norm_groups))
+        blocks.insert(1, AttnBlock(shape, channels))
     return nn.Sequential(*blocks)
+
+
+def conv(shape: Shape, in_channels: int, out_channels: int) -> nn.Conv2d:
+    """3x3 convolution; 1x1 in a local shape."""
+    return (
+        nn.Conv2d(in_channels, out_channels, 1) if shape.local else nn.Conv2d(in_channels, out_channels, 3, padding=1)
+    )
+
+
+def norm(shape: Shape, channels: int) -> nn.Module:
+    """GroupNorm; in a local shape every position is normalised on its own, for GroupNorm's statistics carry the whole
+    image to each position."""
+    if shape.local:
+        return PositionNorm(channels, eps=1e-6)
+    return group_norm(channels, shape.norm_groups)
 
 
 def group_norm(channels: int, groups: int = 32) -> nn.GroupNorm:
     """GroupNorm, eps 1e-6, with as many of the wanted groups as divide the channels."""
     return nn.GroupNorm(math.gcd(channels, groups), channels, eps=1e-6)
+
+
+class PositionNorm(nn.LayerNorm):
+    """LayerNorm over the channels of each position of [B, C, H, W]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)

@@ -7,7 +7,7 @@ Frames are tokenized one by one. Any resolution whose sides are multiples of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -31,6 +31,9 @@ class Config:
     attention: bool = True  # at the lowest resolution
     dropout: Rate = 0.0
     norm_groups: Positive = 32  # of GroupNorm
+    # A code of a local encoder sees its patch and a few pixels around it. Else the codes of empty background carry what
+    # the rest of the image lacks room for: a better round trip, but tokens that are hard to predict
+    local_encoder: bool = False
     quantizer: Any = plugin("visgen.quantizers", "vq")
 
 
@@ -42,20 +45,27 @@ class ConvVQ(Tokenizer):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        shapes = [
-            Shape(width, config.multipliers, config.res_blocks, config.attention, config.dropout, config.norm_groups)
-            for width in (config.width, config.decoder_width or config.width)
-        ]
-        self.stride = shapes[0].stride
+        if config.local_encoder and config.attention:
+            raise UserError("tokenizer.local_encoder sees patches, attention the whole image; set attention to false")
+        decoder = Shape(
+            config.decoder_width or config.width,
+            config.multipliers,
+            config.res_blocks,
+            config.attention,
+            config.dropout,
+            config.norm_groups,
+        )
+        encoder = replace(decoder, width=config.width, local=config.local_encoder)
+        self.stride = decoder.stride
         self._check_sides(config.image_size, config.image_size, "tokenizer.image_size")
         side = config.image_size // self.stride
         self.image_size, self.grid = (config.image_size, config.image_size), (1, side, side)
         self.quantizer = build(config.quantizer)
         self.vocab, self.channels = self.quantizer.vocab, self.quantizer.channels
-        self.encoder = Encoder(shapes[0], config.z_channels)
+        self.encoder = Encoder(encoder, config.z_channels)
         self.to_code = nn.Conv2d(config.z_channels, self.channels, 1)
         self.from_code = nn.Conv2d(self.channels, config.z_channels, 1)
-        self.decoder = Decoder(shapes[1], config.z_channels)
+        self.decoder = Decoder(decoder, config.z_channels)
 
     def forward(self, pixels: Tensor) -> Reconstruction:
         """Training pass: [B, T, 3, H, W] in [-1, 1] -> unclamped reconstruction, ids [B, T h w], losses."""
