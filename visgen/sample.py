@@ -21,6 +21,7 @@ from torch import Tensor
 
 from visgen import config as configs
 from visgen.checkpoint import Step
+from visgen.checks import Positive, Seed
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, check_seed, load, stream
@@ -59,8 +60,8 @@ class SampleConfig(SamplingConfig):
     checkpoint: str = ""
     step: Step = None
     label: tuple[str, ...] = ()
-    num: int = 4
-    seed: int = 0
+    num: Positive = 4
+    seed: Seed = 0
     known: KnownConfig = field(default_factory=KnownConfig)
     out: Path = Path("out/sample")
 
@@ -74,9 +75,6 @@ def _main(argv: Sequence[str]) -> None:
     settings = configs.load(SampleConfig, argv, prog="sample.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
-    if settings.num < 1:
-        raise UserError(f"--num {settings.num} must be at least 1")
-    check_seed(settings.seed)
     pictures = _read_known(settings.known)
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
