@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,6 +118,7 @@ def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_bu
         return real(*given)
 
     monkeypatch.setattr(Generator, "sample", interrupted)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**20))
     with pytest.raises(SystemExit) as stop:
         run(checkpoint_dir, tmp_path, "--num", str(10**15), "--label", "1", "--engine.batch", "2")
     assert stop.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")
@@ -134,6 +138,33 @@ def test_a_full_disk_is_one_line(
     assert stop.value.code == 2 and last.startswith(
         f"error: {tmp_path / '0000_000000.png'} cannot be written: No space"
     )
+
+
+def test_more_images_than_the_disk_holds_are_refused(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path), "--label", "0", "1", "--engine.device", "cpu"]
+    message = refused(capsys, *given, "--num", "99999999999")
+    assert "--num asks for 199999999998 images of 16 x 16 px, which take 819,200.0 GB or more; the disk" in message
+    assert message.endswith("GB free: lower --num, or choose an --out with more room\n") and not list(
+        tmp_path.iterdir()
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 4096))
+    assert "--num asks for 6 images" in refused(capsys, *given, "--num", "3")
+    main([*given, "--num", "2"])
+
+
+def test_images_of_earlier_runs_are_kept_and_counted(
+    checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, older in (("--label 0 1 --num 2", 0), ("--label 1 --num 3 --seed 1", 2), ("--label 1 --num 3", 3)):
+        (tmp_path / "holiday.png").write_text("not ours")
+        run(checkpoint_dir, tmp_path, *flags.split())
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == 1 and ("older" in printed) == (older > 0)
+        assert not older or printed.endswith(f"grid.png; older images kept there: {older}\n")
+    names = ["0000_000000", "0000_000001", *(f"0001_{seed:06d}" for seed in range(4)), "grid", "holiday"]
+    assert sorted(p.stem for p in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize(
@@ -348,7 +379,7 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seed", str(2**63 - 5)], f"seed {2**63 + 6} is no seed; it must lie within 0 and 2^63 - 1"),
         (["--step", "3"], "holds no step 3; it holds 5, 10"),
         (["--step", "best"], "knows no best step"),
-        (["--step", "first"], "first"),
+        (["--step", "last"], "holds no step last; it holds 5, 10: choose one of them, 'best' ("),
         (["--sampler.kind", "sdj"], "sampler.kind: unknown kind 'sdj'"),
         (["--guidance.scale", "-1"], "guidance.scale -1.0 must be"),
         (["--warp.top_p", "0"], "top_p 0.0 must be in (0, 1]"),
@@ -412,3 +443,20 @@ def test_an_unreadable_picture(
     flags = {"image": ["--known.image", str(bad)], "mask": ["--known.image", str(picture), "--known.mask", str(bad)]}
     given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out"), "--engine.device", "cpu"]
     assert f"--known.{part} {bad} is not a readable picture" in refused(capsys, *given, *flags[part])
+
+
+def test_a_model_of_texts(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = visgen.sample.load
+
+    def told(*given: Any) -> Generator:
+        generator = real(*given)
+        text = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
+        generator.model.config = dataclasses.replace(generator.model.config, condition=text)
+        return generator
+
+    monkeypatch.setattr(visgen.sample, "load", told)
+    for label in ([], ["--label", "0"]):
+        given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path), "--engine.device", "cpu", *label]
+        assert refused(capsys, *given).startswith("this model is conditioned on text, not on class labels")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from visgen.generate import Generator, Images, SamplingConfig, check_seed, load,
 from visgen.launch import writable
 
 GRID = 256  # images that `grid.png` shows at most
+NAME = r"\d{4,}_\d{6,}\.png"  # of a single image: LABEL_SEED.png
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class SampleConfig(SamplingConfig):
         num: images of each label.
         seed: image i of a call has seed `seed + i`.
         known: completion and inpainting.
-        out: directory of one PNG per image, and of `grid.png` with the first of them.
+        out: directory of one PNG per image, LABEL_SEED.png, and of `grid.png` with the first of them. Images of other
+            labels and seeds stay there.
     """
 
     checkpoint: str = ""
@@ -79,9 +83,21 @@ def _main(argv: Sequence[str]) -> None:
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
     labels = [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
-    known = pictures and _known_pixels(*pictures, generator.tokenizer.image_size[0])
-    check_seed(settings.seed + len(labels) * settings.num - 1)
+    side, total = generator.tokenizer.image_size[0], len(labels) * settings.num
+    _check_room(out, total, side)
+    check_seed(settings.seed + total - 1)
+    known = pictures and _known_pixels(*pictures, side)
     print(draw(generator, labels, settings, known, out))
+
+
+def _check_room(out: Path, total: int, side: int) -> None:
+    """Refuses more images than the disk can hold, at the least that they take: a byte a pixel, a block of 4 KiB."""
+    needed, free = total * max(side * side, 4096), shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(
+            f"--num asks for {total} images of {side} x {side} px, which take {needed / 1e9:,.1f} GB or more; the disk "
+            f"of --out {out} has {free / 1e9:,.1f} GB free: lower --num, or choose an --out with more room"
+        )
 
 
 def draw(
@@ -109,8 +125,10 @@ def draw(
             sheet.add(images)
             batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
     sheet.save(out / "grid.png", about)
+    older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
+    beside = f"; older images kept there: {older}" if older > 0 else ""
     rate = total / seconds
-    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png"
+    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
