@@ -148,12 +148,46 @@ def test_missing_directories_and_steps(runs, tmp_path):
     refused(lambda: checkpoint.load_tokenizer(tmp_path / "none"), "none does not exist", "run directory")
     refused(lambda: checkpoint.load_model(tmp_path / "none.safetensors"), "none.safetensors does not exist")
     refused(lambda: checkpoint.find_step(tmp_path / "empty"), "holds no complete checkpoint")
-    refused(lambda: checkpoint.find_step(runs / "tok", 7), "holds no step 7; it holds 1, 2")
+    for step in (7, -1, "last"):
+        words = (f"holds no step {step}; it holds 1, 2: choose one of them, 'best' (", "or none for the newest")
+        refused(lambda step=step: checkpoint.find_step(runs / "tok", step), *words)
     refused(lambda: checkpoint.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
     assert checkpoint.find_step(runs / "tok").name == "step_0000002"
     (runs / "tok" / "step_0000002" / "meta.json").write_text('{"best": {"step": 1}}')
     assert checkpoint.find_step(runs / "tok", "best").name == "step_0000001"
     assert checkpoint.find_step(runs / "tok" / "step_0000001").name == "step_0000001"
+
+
+DAMAGES = [b'{"step": 8', b"[1]", b"3", b"null", b"\xff\xfe", b""]
+
+
+@pytest.mark.parametrize("content", DAMAGES)
+def test_damaged_facts_of_a_step_are_said(runs, content):
+    step = runs / "ar" / "step_0000002"
+    (step / "meta.json").write_bytes(content)
+    words = (f"{step}/meta.json is damaged (", "; copy the step again or use the earlier step_0000001")
+    for which in (None, 2, "best"):
+        refused(lambda which=which: checkpoint.find_step(runs / "ar", which), *words)
+    refused(lambda: checkpoint.find_step(step), *words)
+    refused(lambda: checkpoint.load_model(runs / "ar"), *words)
+    assert checkpoint.find_step(runs / "ar", 1).name == "step_0000001"
+
+
+@pytest.mark.parametrize("best", [3, "x", {}, {"step": "1"}, []])
+def test_a_damaged_best_is_said(runs, best):
+    (runs / "ar" / "step_0000002" / "meta.json").write_text(json.dumps({"best": best}))
+    refused(lambda: checkpoint.find_step(runs / "ar", "best"), "meta.json is damaged (its 'best' is ", "copy the step")
+    assert checkpoint.find_step(runs / "ar").name == "step_0000002"
+
+
+def test_weights_without_facts_are_no_step_of_a_run_but_stand_alone(runs):
+    step = runs / "ar" / "step_0000002"
+    (step / "meta.json").unlink()
+    words = (f"{step}/meta.json is missing", "copy it again, or pass the directory", "step_0000002 itself")
+    for which in (None, 2, "best"):
+        refused(lambda which=which: checkpoint.find_step(runs / "ar", which), *words)
+    assert checkpoint.find_step(step) == step and checkpoint.find_step(runs / "ar", 1).name == "step_0000001"
+    assert [p.name for p in checkpoint.find_steps(runs / "ar")] == ["step_0000001"], "nothing is resumed from it"
 
 
 def test_half_written_steps_do_not_count(runs):

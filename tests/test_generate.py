@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig, Generator, SamplingConfig, stream
 from visgen.metrics.images import to_uint8
+from visgen.model import Model
 from visgen.samplers.ar import AR, Config
 
 N, SIDE, SIZE = 64, 8, 16
@@ -58,6 +60,30 @@ def test_labels_out_of_range(generator: Generator, name: Any) -> None:
 def test_unknown_names_list_the_known_ones(generator: Generator, name: str) -> None:
     message = refused(lambda: generator.label(name))
     assert message == f"label '{name}' is unknown; the checkpoint knows Ankle boot, bag, Coat"
+
+
+@pytest.mark.parametrize("name", [None, 1.5, [0], torch.tensor(1.0)])
+def test_what_is_no_label_at_all(generator: Generator, name: Any) -> None:
+    message = refused(lambda: generator.label(name))
+    assert message.endswith(" is no class; the checkpoint knows Ankle boot, bag, Coat")
+
+
+def test_many_classes_are_not_all_listed(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "classes", [f"c{i}" for i in range(21)])
+    assert refused(lambda: generator.label("x")).endswith(
+        "knows " + ", ".join(generator.classes[:20]) + ", ... (21 in all)"
+    )
+
+
+def test_a_model_of_texts_says_what_it_takes(make_model: Callable[..., Any], generator: Generator) -> None:
+    text = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
+    config = replace(make_model(grid=(1, 8, 8)).config, condition=text)
+    told = Generator(Model(config), generator.tokenizer, EngineConfig(device="cpu"), ["bag"])
+    for call in (lambda: told.label("bag"), lambda: told.sample([0]), lambda: told.class_count):
+        message = refused(call)
+        assert message.startswith("this model is conditioned on text, not on class labels: it needs text features")
+        assert "`visgen.load(...).model`" in message
+    assert told.model.condition({"text": torch.zeros(1, 3, 8)}).vectors.shape[1] == 3
 
 
 def test_a_checkpoint_without_names_says_so(make_model: Callable[..., Any], generator: Generator) -> None:
@@ -122,9 +148,43 @@ def test_labels_and_seeds_must_agree(generator: Generator, labels: list[int], se
     assert f"{len(labels)} labels and {len(seeds or [])} seeds" in message
 
 
-def test_seeds_are_64_bits_wide(generator: Generator) -> None:
-    assert generator.sample([0, 0], [-(2**63), 2**63 - 1]).seeds == [-(2**63), 2**63 - 1]
-    assert f"seed {2**63} does not fit into 64 bits" in refused(lambda: generator.sample([0, 0], [0, 2**63]))
+def test_seeds_lie_in_their_range(generator: Generator) -> None:
+    assert generator.sample([0, 0], [0, 2**63 - 1]).seeds == [0, 2**63 - 1]
+    for seed in (-1, 2**63):
+        message = refused(lambda seed=seed: generator.sample([0, 0], [0, seed]))
+        assert message == f"seed {seed} is no seed; it must lie within 0 and 2^63 - 1"
+
+
+@pytest.mark.parametrize("label", [2, "Coat", "2", np.int64(2), torch.tensor(2)])
+def test_one_label_serves_every_seed(generator: Generator, label: Any) -> None:
+    images = generator.sample(label, seeds=[4, 9])
+    assert images.labels == [2, 2] and torch.equal(images.tokens, generator.sample([2, 2], [4, 9]).tokens)
+    assert generator.sample(label).seeds == [0]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"seeds": ["a"]}, "seeds ['a'] must be whole numbers, one per image, such as [0, 1]"),
+        ({"seeds": [1.5]}, "seeds [1.5] must be whole numbers"),
+        ({"seeds": 3}, "seeds 3 must be whole numbers, one per image"),
+        ({"seeds": torch.rand(9, 9)}, "must be whole numbers"),
+        ({"labels": None}, "label None is no class; the checkpoint knows Ankle boot"),
+        ({"labels": 2.5}, "label 2.5 is no class"),
+        ({"guidance": "big"}, "guidance 'big' must be its scale, a number, or a `Guidance`"),
+        ({"guidance": [2]}, "guidance [2] must be its scale"),
+        ({"guidance": -1}, "guidance.scale -1.0 must be a finite number"),
+        ({"warp": 0.9}, "warp 0.9 is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)"),
+        ({"sampler": "ra"}, "kind: unknown kind 'ra'; allowed: ar"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_meant(generator: Generator, given: dict[str, Any], named: str) -> None:
+    assert named in refused(lambda: generator.sample(**{"labels": [0], **given}))
+
+
+def test_a_sampler_by_its_kind(generator: Generator) -> None:
+    assert torch.equal(generator.sample([0], sampler="ar").tokens, generator.sample([0]).tokens)
 
 
 def test_guidance_needs_a_null_class(make_model: Callable[..., Any], generator: Generator) -> None:
@@ -198,11 +258,24 @@ def test_one_mask_may_serve_many_pictures(generator: Generator) -> None:
 def test_known_pixels_that_do_not_fit(generator: Generator) -> None:
     mask = torch.ones(1, SIZE, SIZE, dtype=torch.bool)
     large = torch.zeros(1, 3, 32, 32)
-    assert "(32, 32)" in refused(lambda: generator.sample([0], known=(large, mask))) and "16x16" in refused(
-        lambda: generator.sample([0], known=(large, mask))
-    )
+    for pixels, shape in (
+        (large, "[1, 3, 32, 32]"),
+        (picture()[0], "[3, 16, 16]"),
+        (picture()[:, :1], "[1, 1, 16, 16]"),
+    ):
+        message = refused(lambda pixels=pixels: generator.sample([0], known=(pixels, mask)))
+        assert message.startswith(f"known pixels {shape} and mask [1, 16, 16] must be [B, 3, 16, 16] and [B, 16, 16]")
+    whole = (picture() * 127).byte()
+    assert "known pixels are torch.uint8; give floats" in refused(lambda: generator.sample([0], known=(whole, mask)))
     message = refused(lambda: generator.sample([0] * 4, known=(picture(3), mask)))
     assert message == "3 known images and 1 masks for 4 images; give 1 or 4"
+
+
+def test_a_mask_that_keeps_no_token(generator: Generator) -> None:
+    mask = torch.zeros(1, SIZE, SIZE, dtype=torch.bool)
+    mask[:, ::2] = True  # half of each cell
+    message = refused(lambda: generator.sample([0], known=(picture(), mask)))
+    assert message.startswith("the mask keeps no token: each is 2 x 2 px")
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -235,6 +308,28 @@ def test_a_step_with_its_tokenizer_is_enough_after_a_move(checkpoint_dir: Path, 
 @pytest.fixture
 def copy(checkpoint_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint_dir, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "- 1", "base: gone.yaml"])
+def test_a_damaged_config_is_said_and_a_missing_one_is_not(copy: Path, content: str) -> None:
+    config = copy / "config.yaml"
+    config.write_text(content)
+    for source in (copy, copy / "step_0000005"):
+        message = refused(lambda source=source: visgen.load(source))
+        assert str(copy) in message and message.endswith("copy it again, or remove it, for sampling does not need it")
+    config.write_text("a: 1")
+    assert visgen.load(copy, device="cpu").meta["step"] == 10
+
+
+def test_damaged_facts_of_a_step_are_said(copy: Path) -> None:
+    (copy / "step_0000010" / checkpoint.META).write_text('{"step": 1')
+    for source in (copy, copy / "step_0000010"):
+        message = refused(lambda source=source: visgen.load(source))
+        assert "step_0000010/meta.json is damaged" in message and "use the earlier step_0000005" in message
+    assert visgen.load(copy, step=5, device="cpu").meta["step"] == 5
+    (copy / "step_0000010" / checkpoint.META).unlink()
+    assert "meta.json is missing" in refused(lambda: visgen.load(copy))
+    assert visgen.load(copy / "step_0000010", device="cpu").meta["step"] == 10
 
 
 def test_a_missing_tokenizer(copy: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +25,7 @@ from visgen.data import to_batch
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator, Images
-from visgen.sample import Progress, Sheet, _known_pixels, grid, main
+from visgen.sample import KnownConfig, Progress, Sheet, _known_pixels, _read_known, grid, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,6 +119,7 @@ def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_bu
         return real(*given)
 
     monkeypatch.setattr(Generator, "sample", interrupted)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**20))
     with pytest.raises(SystemExit) as stop:
         run(checkpoint_dir, tmp_path, "--num", str(10**15), "--label", "1", "--engine.batch", "2")
     assert stop.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")
@@ -134,6 +139,33 @@ def test_a_full_disk_is_one_line(
     assert stop.value.code == 2 and last.startswith(
         f"error: {tmp_path / '0000_000000.png'} cannot be written: No space"
     )
+
+
+def test_more_images_than_the_disk_holds_are_refused(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path), "--label", "0", "1", "--engine.device", "cpu"]
+    message = refused(capsys, *given, "--num", "99999999999")
+    assert "--num asks for 199999999998 images of 16 x 16 px, which take 819,200.0 GB or more; the disk" in message
+    assert message.endswith("GB free: lower --num, or choose an --out with more room\n") and not list(
+        tmp_path.iterdir()
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 4096))
+    assert "--num asks for 6 images" in refused(capsys, *given, "--num", "3")
+    main([*given, "--num", "2"])
+
+
+def test_images_of_earlier_runs_are_kept_and_counted(
+    checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, older in (("--label 0 1 --num 2", 0), ("--label 1 --num 3 --seed 1", 2), ("--label 1 --num 3", 3)):
+        (tmp_path / "holiday.png").write_text("not ours")
+        run(checkpoint_dir, tmp_path, *flags.split())
+        printed = capsys.readouterr().out
+        assert printed.count("\n") == 1 and ("older" in printed) == (older > 0)
+        assert not older or printed.endswith(f"grid.png; older images kept there: {older}\n")
+    names = ["0000_000000", "0000_000001", *(f"0001_{seed:06d}" for seed in range(4)), "grid", "holiday"]
+    assert sorted(p.stem for p in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize(
@@ -256,6 +288,37 @@ def test_the_known_part_stays(
         assert kept == slice(0, 64) or not torch.equal(tokens, given)
 
 
+def test_the_known_files_are_recorded(checkpoint_dir: Path, tmp_path: Path, picture: Path) -> None:
+    mask = mask_file(tmp_path, slice(0, 8))
+    about = {
+        file: {"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()[:12]}
+        for file in (picture, mask)
+    }
+    known = ["--known.image", str(picture), "--num", "1", "--label", "0"]
+    run(checkpoint_dir, tmp_path / "a", *known)
+    run(checkpoint_dir, tmp_path / "b", *known, "--known.mask", str(mask))
+    run(checkpoint_dir, tmp_path / "c", *known[2:])
+    for name in ("grid.png", "0000_000000.png"):
+        assert settings_of(tmp_path / "a" / name)["known"] == {"image": about[picture], "mask": "upper half"}
+        assert settings_of(tmp_path / "b" / name)["known"] == {"image": about[picture], "mask": about[mask]}
+        assert "known" not in settings_of(tmp_path / "c" / name)
+
+
+def test_a_known_image_needs_its_label_where_there_are_several(
+    checkpoint_dir: Path,
+    tmp_path: Path,
+    picture: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out"), "--engine.device", "cpu"]
+    message = refused(capsys, *given, "--known.image", str(picture))
+    assert message == "--known.image needs --label, the class of what it shows: Ankle boot, bag, Coat\n"
+    monkeypatch.setattr(Generator, "class_count", 1)
+    main([*given, "--known.image", str(picture), "--num", "1"])
+    assert (tmp_path / "out" / "0000_000000.png").exists()
+
+
 def varieties(whole: Image.Image) -> dict[str, Image.Image]:
     """One picture in the modes and sizes that image files come in."""
     wide = Image.new("RGB", (64, 32))
@@ -271,21 +334,30 @@ def varieties(whole: Image.Image) -> dict[str, Image.Image]:
         "alpha": clear,
         "deep": deep,
         "palette": whole.quantize(16),
+        "bits": whole.convert("1"),
+        "animated": whole,
+        "dot": whole.resize((1, 1)),
+        "long": whole.resize((100, 1)),
         "cmyk": whole.convert("CMYK"),
         "turned": turned,
         "grown": grown,
     }
 
 
-@pytest.mark.parametrize("kind", ["wide", "alpha", "deep", "palette", "cmyk", "turned", "grown"])
+KINDS = ["wide", "alpha", "deep", "palette", "bits", "animated", "dot", "long", "cmyk", "turned", "grown"]
+SUFFIX = {"cmyk": "jpg", "animated": "webp"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_pictures_are_decoded_and_cropped_as_training_images_are(
     checkpoint_dir: Path, tmp_path: Path, picture: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     seen = drawn_tokens(monkeypatch)
     given = varieties(Image.open(picture))[kind]
-    path = tmp_path / "set" / "a" / f"x.{'tiff' if kind == 'cmyk' else 'png'}"
+    path = tmp_path / "set" / "a" / f"x.{SUFFIX.get(kind, 'png')}"
     path.parent.mkdir(parents=True)
-    given.save(path, exif=given.getexif())
+    several = {"save_all": True, "append_images": [given.rotate(90)], "lossless": True} if kind == "animated" else {}
+    given.save(path, exif=given.getexif(), **several)
     Image.new("L", given.size[::-1] if kind == "turned" else given.size, 255).save(tmp_path / "mask.png")
     known = ["--known.image", str(path), "--known.mask", str(tmp_path / "mask.png")]
     run(checkpoint_dir, tmp_path / "out", *known, "--num", "1", "--label", "0")
@@ -296,6 +368,42 @@ def test_pictures_are_decoded_and_cropped_as_training_images_are(
     with torch.no_grad():
         expected = generator.tokenizer.encode(to_batch(data.get_many([0]), "cpu")["pixels"])
     assert torch.equal(seen[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "I;16"])
+def test_masks_of_every_mode(tmp_path: Path, picture: Path, mode: str) -> None:
+    mask = Image.open(mask_file(tmp_path, slice(0, 8)))
+    deep = Image.fromarray(np.asarray(mask).astype(np.uint16) * 257)
+    (deep if mode == "I;16" else mask.convert(mode)).save(tmp_path / "m.png")
+    keep = _known_pixels(*_read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
+    assert keep[0, :8].all() and not keep[0, 8:].any()
+
+
+def test_the_transparent_part_of_a_mask_is_not_kept(tmp_path: Path, picture: Path) -> None:
+    mask = Image.new("RGBA", (16, 16), "white")
+    mask.putalpha(Image.open(mask_file(tmp_path, slice(0, 8))))
+    mask.save(tmp_path / "m.png")
+    keep = _known_pixels(*_read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
+    assert keep[0, :8].all() and not keep[0, 8:].any()
+
+
+def test_a_mask_that_keeps_nothing_is_refused(
+    checkpoint_dir: Path, tmp_path: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("L", (16, 16), 1).save(tmp_path / "m.png")  # a 0/1 mask, as arrays are
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out"), "--known.image", str(picture)]
+    message = refused(capsys, *given, "--known.mask", str(tmp_path / "m.png"))
+    assert "m.png keeps nothing: its brightest pixel is 1 of 255; paint what is kept white" in message
+    assert not (tmp_path / "out").exists(), "before any work"
+
+
+def test_a_picture_with_no_square_in_it_is_refused(
+    checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (101, 1)).save(tmp_path / "line.png")
+    given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out")]
+    message = refused(capsys, *given, "--known.image", str(tmp_path / "line.png"))
+    assert "line.png is 101 x 1 px" in message and "crop it closer" in message
 
 
 def test_a_mask_follows_the_crop_of_its_picture(checkpoint_dir: Path) -> None:
@@ -340,15 +448,15 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--label", "7"], "label 7 is out of range: the checkpoint knows classes 0 to 2"),
         (["--label", "-1"], "label -1 is out of range"),
         (["--label", "bag", "boat"], "label 'boat' is unknown; the checkpoint knows Ankle boot, bag, Coat"),
-        (["--num", "0"], "--num 0 must be at least 1"),
-        (["--num", "-2"], "--num -2 must be at least 1"),
+        (["--num", "0"], "num is 0; it must be at least 1"),
+        (["--num", "-2"], "num is -2; it must be at least 1"),
         (["--num", "two"], "--num"),
-        (["--seed", str(2**63)], f"seed {2**63} does not fit into 64 bits"),
-        (["--seed", str(-(2**63) - 1)], f"seed {-(2**63) - 1} does not fit"),
-        (["--seed", str(2**63 - 5)], f"seed {2**63 + 6} does not fit"),
+        (["--seed", "-1"], f"seed is -1; it must be within [0, {2**63 - 1}]"),
+        (["--seed", str(2**63)], f"seed is {2**63}; it must be within"),
+        (["--seed", str(2**63 - 5)], f"seed {2**63 + 6} is no seed; it must lie within 0 and 2^63 - 1"),
         (["--step", "3"], "holds no step 3; it holds 5, 10"),
         (["--step", "best"], "knows no best step"),
-        (["--step", "first"], "first"),
+        (["--step", "last"], "holds no step last; it holds 5, 10: choose one of them, 'best' ("),
         (["--sampler.kind", "sdj"], "sampler.kind: unknown kind 'sdj'"),
         (["--guidance.scale", "-1"], "guidance.scale -1.0 must be"),
         (["--warp.top_p", "0"], "top_p 0.0 must be in (0, 1]"),
@@ -411,4 +519,23 @@ def test_an_unreadable_picture(
         bad.write_bytes({"text": b"no picture", "truncated": whole[: len(whole) // 2], "empty": b""}[damage])
     flags = {"image": ["--known.image", str(bad)], "mask": ["--known.image", str(picture), "--known.mask", str(bad)]}
     given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path / "out"), "--engine.device", "cpu"]
-    assert f"--known.{part} {bad} is not a readable picture" in refused(capsys, *given, *flags[part])
+    message = refused(capsys, *given, *flags[part])
+    assert f"--known.{part} {bad} is not a readable picture (" in message
+    assert message.endswith("; save it as an 8-bit PNG of usual size, or pass another\n")
+
+
+def test_a_model_of_texts(
+    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = visgen.sample.load
+
+    def told(*given: Any) -> Generator:
+        generator = real(*given)
+        text = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
+        generator.model.config = dataclasses.replace(generator.model.config, condition=text)
+        return generator
+
+    monkeypatch.setattr(visgen.sample, "load", told)
+    for label in ([], ["--label", "0"]):
+        given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path), "--engine.device", "cpu", *label]
+        assert refused(capsys, *given).startswith("this model is conditioned on text, not on class labels")

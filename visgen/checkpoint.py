@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +30,7 @@ from visgen.tokenizers import Tokenizer
 FORMAT = "visgen/1"
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 MODEL = "visgen.model"
-Step = int | Literal["best"] | None  # which step of a run; best: of its held-out metric; None: the newest
+Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
 
 # ------------------------------------------------------------------------------------------------ weight files
 
@@ -250,7 +250,7 @@ def step_name(step: int) -> str:
 
 def find_steps(run: Path | str) -> list[Path]:
     """Complete step directories of a run, oldest first."""
-    found = [p for p in Path(run).glob("step_*") if re.fullmatch(r"step_\d+", p.name) and (p / META).is_file()]
+    found = [p for p in Path(run).glob("step_*") if _is_step(p) and (p / META).is_file()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 
@@ -264,32 +264,69 @@ def find_step(path: Path | str, step: Step = None) -> Path:
     """The directory of step `step` (None: the newest) of a run; a directory that holds weights is its own answer.
 
     Raises:
-        UserError: no such directory, none complete inside, not this step, or no best one.
+        UserError: no such directory, none complete inside, not this step, no best one, or a damaged `meta.json`.
     """
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"checkpoint {path} does not exist; pass a run directory or one of its steps")
     if step is None and (path / WEIGHTS).is_file():
+        if (path / META).is_file():
+            read_meta(path)
         return path
-    steps = find_steps(path)
+    steps = {int(p.name.removeprefix("step_")): p for p in path.glob("step_*") if _is_step(p) and _is_filled(p)}
     if not steps:
         raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
-    if step is None:
-        return steps[-1]
     if step == "best":
-        best = read_best(steps[-1])
+        best = read_best(steps[max(steps)])
         if best is None:
             raise UserError(f"{path} knows no best step: it was trained without loop.keep_best; leave --step out")
-        step = int(best["step"])
-    if path / step_name(step) not in steps:
-        there = ", ".join(str(int(p.name.removeprefix("step_"))) for p in steps)
-        raise UserError(f"{path} holds no step {step}; it holds {there}")
-    return path / step_name(step)
+        step = best["step"]
+    if step is not None and step not in steps:
+        raise UserError(
+            f"{path} holds no step {step}; it holds {', '.join(map(str, sorted(steps)))}: choose one of them, 'best' "
+            "(of a run with loop.keep_best), or none for the newest"
+        )
+    found = steps[max(steps) if step is None else int(step)]
+    read_meta(found)
+    return found
+
+
+def read_meta(step: Path) -> dict[str, Any]:
+    """What the `meta.json` of a step says.
+
+    Raises:
+        UserError: it is missing, or it is no JSON object.
+    """
+    path = step / META
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing, so {step.name} may be half a copy; copy it again, or pass the directory {step} itself"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise _damaged(step, error) from None
+    return found
 
 
 def read_best(step: Path) -> dict[str, Any] | None:
-    """What the metadata of a step say of the best step so far: metric, value, step, since. None: nothing."""
-    return json.loads((step / META).read_text()).get("best")
+    """What the metadata of a step say of the best step so far: metric, value, step, since. None: nothing.
+
+    Raises:
+        UserError: as `read_meta`.
+    """
+    best = read_meta(step).get("best")
+    if best is not None and not (isinstance(best, dict) and isinstance(best.get("step"), int)):
+        raise _damaged(step, f"its 'best' is {best!r}, which names no step")
+    return best
+
+
+def _damaged(step: Path, reason: Exception | str) -> UserError:
+    older = older_steps(step)
+    hint = f" or use the earlier {older[-1].name}" if older else ""
+    return UserError(f"{step / META} is damaged ({reason}); copy the step again{hint}")
 
 
 def unfinished(final: Path) -> Path:
@@ -326,6 +363,10 @@ def _remove(path: Path) -> None:
 
 def _is_step(path: Path) -> bool:
     return re.fullmatch(r"step_\d+", path.name) is not None
+
+
+def _is_filled(step: Path) -> bool:
+    return (step / META).is_file() or (step / WEIGHTS).is_file()
 
 
 def _weights(path: Path) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
+import reprlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -131,24 +133,40 @@ class Generator:
 
     @property
     def class_count(self) -> int:
-        return self.model.config.condition.classes
+        """Raises `UserError` for a model of another condition than class labels."""
+        condition = self.model.config.condition
+        if not hasattr(condition, "classes"):
+            kind = configs.kind_of(condition)
+            raise UserError(
+                f"this model is conditioned on {kind}, not on class labels: it needs {kind} features, which "
+                "`visgen.load(...).model` takes (its `condition`)"
+            )
+        return condition.classes
+
+    @property
+    def class_list(self) -> str:
+        """The classes in the words of a message."""
+        if not self.classes:
+            return f"ids 0 to {self.class_count - 1} (no names recorded)"
+        more = f", ... ({len(self.classes)} in all)" if len(self.classes) > 20 else ""
+        return ", ".join(self.classes[:20]) + more
 
     def label(self, name: str | int) -> int:
         """A class id from an id or a class name; a string that is both is the name."""
+        count, lowered = self.class_count, [c.lower() for c in self.classes]
         if isinstance(name, str) and name in self.classes:
             return self.classes.index(name)
-        if not isinstance(name, str) or re.fullmatch(r"-?\d+", name):
-            label = int(name)
-            if not 0 <= label < self.class_count:
-                raise UserError(
-                    f"label {label} is out of range: the checkpoint knows classes 0 to {self.class_count - 1}"
-                )
-            return label
-        lowered = [c.lower() for c in self.classes]
-        if name.lower() not in lowered:
-            known = ", ".join(self.classes) if self.classes else f"ids 0 to {self.class_count - 1} (no names recorded)"
-            raise UserError(f"label '{name}' is unknown; the checkpoint knows {known}")
-        return lowered.index(name.lower())
+        if isinstance(name, str) and not re.fullmatch(r"-?\d+", name):
+            if name.lower() not in lowered:
+                raise UserError(f"label '{name}' is unknown; the checkpoint knows {self.class_list}")
+            return lowered.index(name.lower())
+        try:
+            label = int(name) if isinstance(name, str) else operator.index(name)
+        except TypeError:
+            raise UserError(f"label {reprlib.repr(name)} is no class; the checkpoint knows {self.class_list}") from None
+        if not 0 <= label < count:
+            raise UserError(f"label {label} is out of range: the checkpoint knows classes 0 to {count - 1}")
+        return label
 
     def check_guidance(self, guidance: Guidance) -> None:
         """Raises `UserError` for a guidance that this model cannot follow."""
@@ -157,7 +175,7 @@ class Generator:
 
     def sample(
         self,
-        labels: Sequence[int | str],
+        labels: Sequence[int | str] | int | str,
         seeds: Sequence[int] | None = None,
         guidance: Guidance | float | None = None,
         warp: Warp | None = None,
@@ -168,27 +186,27 @@ class Generator:
         """Draws one image per label, in batches of `engine.batch`; image i depends on seed i, not on its batch.
 
         Args:
-            labels: class ids or names, B of them.
-            seeds: B integers; default 0 .. B - 1.
+            labels: class ids or names, B of them; or one, for all seeds.
+            seeds: B whole numbers from 0 to 2^63 - 1; default 0 .. B - 1.
             guidance: a `Guidance` or just its scale.
             warp: temperature, top-k, top-p.
-            sampler: config of a sampler plugin; default plain autoregression.
+            sampler: config of a sampler plugin, or its kind; default plain autoregression.
             known: (pixels [1 or B, 3, H, W] in [-1, 1], mask [1 or B, H, W] bool, true = keep): completion and
                 inpainting. A token is kept when all of its pixels are; in raster order the model looks back only.
             on_step: called as on_step(done, total) over all batches.
+
+        Raises:
+            UserError: a value that is not one of these, or that the model cannot follow.
         """
-        ids = [self.label(x) for x in labels]
-        seeds = list(range(len(ids))) if seeds is None else [int(s) for s in seeds]
-        if not ids or len(seeds) != len(ids):
-            raise UserError(
-                f"{len(ids)} labels and {len(seeds)} seeds; give at least one label, and one seed per label"
-            )
-        for seed in seeds:
-            check_seed(seed)
-        if not isinstance(guidance, Guidance):
-            guidance = Guidance(scale=1.0 if guidance is None else float(guidance))
+        ids, seeds = self._plan(labels, seeds)
+        guidance = _guidance(guidance)
         self.check_guidance(guidance)
-        built: Sampler = configs.build(sampler or configs.plugin_config("visgen.samplers", "ar"))
+        if warp is not None and not isinstance(warp, Warp):
+            raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
+        sampler = sampler or "ar"
+        built: Sampler = configs.build(
+            configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
+        )
         engine = Engine(self.model, guidance, warp)
         pinned = None if known is None else self._known_tokens(*known, len(ids))
         size = self.settings.batch
@@ -211,6 +229,28 @@ class Generator:
             sum(p.seconds for p in parts),
         )
 
+    def _plan(
+        self, labels: Sequence[int | str] | int | str, seeds: Sequence[int] | None
+    ) -> tuple[list[int], list[int]]:
+        """Class id and seed of every image."""
+        try:
+            numbers = None if seeds is None else [operator.index(s) for s in seeds]
+        except TypeError:
+            raise UserError(
+                f"seeds {' '.join(reprlib.repr(seeds).split())} must be whole numbers, one per image, such as [0, 1]"
+            ) from None
+        for seed in numbers or ():
+            check_seed(seed)
+        if isinstance(labels, str) or not hasattr(labels, "__iter__") or getattr(labels, "ndim", 1) == 0:
+            labels = [labels] * (1 if numbers is None else len(numbers))  # type: ignore[list-item]
+        ids = [self.label(x) for x in labels]
+        numbers = list(range(len(ids))) if numbers is None else numbers
+        if not ids or len(numbers) != len(ids):
+            raise UserError(
+                f"{len(ids)} labels and {len(numbers)} seeds; give at least one label, and one seed per label"
+            )
+        return ids, numbers
+
     @torch.inference_mode()
     def _batch(
         self,
@@ -232,17 +272,24 @@ class Generator:
     def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
         """Tokens [images, N] of the known pixels, and which of them are kept."""
         height, width = self.tokenizer.image_size
-        if pixels.shape[-2:] != (height, width) or mask.shape[-2:] != (height, width):
+        if pixels.shape[1:] != (3, height, width) or mask.shape[1:] != (height, width):
             raise UserError(
-                f"known image {tuple(pixels.shape[-2:])} and mask {tuple(mask.shape[-2:])} must be {height}x{width}, "
-                "the size the checkpoint was trained at"
+                f"known pixels {list(pixels.shape)} and mask {list(mask.shape)} must be [B, 3, {height}, {width}] and "
+                f"[B, {height}, {width}], the size the checkpoint was trained at"
             )
+        if not pixels.is_floating_point():
+            raise UserError(f"known pixels are {pixels.dtype}; give floats in [-1, 1], as pixels / 127.5 - 1")
         if not {len(pixels), len(mask)} <= {1, images}:
             raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
         tokens = self.tokenizer.encode(pixels.to(self.device).unsqueeze(1))
         _, rows, columns = self.tokenizer.grid
         cells = mask.to(self.device).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
         keep = cells.all(-1).all(-2).flatten(1)  # [B, N]: every pixel of the cell is known
+        if not keep.any():
+            raise UserError(
+                f"the mask keeps no token: each is {height // rows} x {width // columns} px, of which all must be "
+                "kept; keep more of the known image"
+            )
         return tokens.expand(images, -1), keep.expand(images, -1)
 
 
@@ -255,7 +302,7 @@ def load(source: str | Path, step: Step = None, engine: EngineConfig | None = No
         engine: device, precision, batch; or its fields as keywords (`device="cpu"`).
 
     Raises:
-        UserError: nothing there, truncated files, or files that do not belong together.
+        UserError: nothing there, damaged files, or files that do not belong together.
     """
     directory = Path(source)
     if not directory.exists():
@@ -274,10 +321,34 @@ def load(source: str | Path, step: Step = None, engine: EngineConfig | None = No
             f"{run / TOKENIZER} ({given[:12]}) is not the tokenizer that {found} was trained on ({wanted[:12]}), "
             "so its images would be noise; copy that one here, as it lies beside the training run"
         )
+    _check_config(run / "config.yaml")
     meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
     meta |= {"tokenizer": given[:12]}
     classes = json.loads(info.get("classes", "[]"))
     return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
+
+
+def _check_config(path: Path) -> None:
+    """Refuses a damaged config of a training run: sampling does not need it, but its damage is not to be hidden."""
+    if not path.is_file():
+        return
+    remedy = "copy it again, or remove it, for sampling does not need it"
+    try:
+        values = configs.read_yaml(path)
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from None
+    if not values:
+        raise UserError(f"config {path} is empty; {remedy}")
+
+
+def _guidance(given: Guidance | float | None) -> Guidance:
+    if isinstance(given, Guidance):
+        return given
+    try:
+        scale = 1.0 if given is None else float(given)
+    except (TypeError, ValueError):
+        raise UserError(f"guidance {reprlib.repr(given)} must be its scale, a number, or a `Guidance`") from None
+    return Guidance(scale)
 
 
 def _from_hub(name: str) -> Path:
@@ -314,6 +385,6 @@ def stream(
 
 
 def check_seed(seed: int) -> None:
-    """Raises `UserError` for a seed that does not fit into 64 bits."""
-    if not -(2**63) <= seed < 2**63:
-        raise UserError(f"seed {seed} does not fit into 64 bits; it must lie within -2^63 and 2^63 - 1")
+    """Raises `UserError` for a number that `checks.Seed` does not hold."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed {seed} is no seed; it must lie within 0 and 2^63 - 1")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +24,16 @@ from torch import Tensor
 
 from visgen import config as configs
 from visgen.checkpoint import Step
+from visgen.checks import Positive, Seed
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, check_seed, load, stream
 from visgen.launch import writable
 
 GRID = 256  # images that `grid.png` shows at most
+NAME = r"\d{4,}_\d{6,}\.png"  # of a single image: LABEL_SEED.png
+KEPT = 128  # the brightness from which a mask keeps a pixel
+ELONGATED = 100  # a known picture of more than this ratio is refused: its square crop would show next to nothing
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class KnownConfig:
 
     Attributes:
         image: a picture; decoded and centre-cropped to the checkpoint's size as training images are.
-        mask: a picture of the same size, white where the image is kept; None keeps the upper half.
+        mask: a picture of the same size, white and opaque where the image is kept; None keeps the upper half.
     """
 
     image: Path | None = None
@@ -49,18 +56,19 @@ class SampleConfig(SamplingConfig):
     Attributes:
         checkpoint: run directory, step directory or Hub id.
         step: which step of the run, or `best`; default the newest.
-        label: class ids or names; default: all classes of the checkpoint, at most 8.
+        label: class ids or names; default: all classes of the checkpoint, at most 8; a known image needs it given.
         num: images of each label.
         seed: image i of a call has seed `seed + i`.
         known: completion and inpainting.
-        out: directory of one PNG per image, and of `grid.png` with the first of them.
+        out: directory of one PNG per image, LABEL_SEED.png, and of `grid.png` with the first of them. Images of other
+            labels and seeds stay there.
     """
 
     checkpoint: str = ""
     step: Step = None
     label: tuple[str, ...] = ()
-    num: int = 4
-    seed: int = 0
+    num: Positive = 4
+    seed: Seed = 0
     known: KnownConfig = field(default_factory=KnownConfig)
     out: Path = Path("out/sample")
 
@@ -74,16 +82,32 @@ def _main(argv: Sequence[str]) -> None:
     settings = configs.load(SampleConfig, argv, prog="sample.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
-    if settings.num < 1:
-        raise UserError(f"--num {settings.num} must be at least 1")
-    check_seed(settings.seed)
     pictures = _read_known(settings.known)
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
-    labels = [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
-    known = pictures and _known_pixels(*pictures, generator.tokenizer.image_size[0])
-    check_seed(settings.seed + len(labels) * settings.num - 1)
+    labels = _labels(generator, settings)
+    side, total = generator.tokenizer.image_size[0], len(labels) * settings.num
+    _check_room(out, total, side)
+    check_seed(settings.seed + total - 1)
+    known = pictures and _known_pixels(*pictures, side)
     print(draw(generator, labels, settings, known, out))
+
+
+def _labels(generator: Generator, settings: SampleConfig) -> list[int]:
+    """The classes to draw; of one known picture that is not every class there is."""
+    if settings.known.image and not settings.label and generator.class_count > 1:
+        raise UserError(f"--known.image needs --label, the class of what it shows: {generator.class_list}")
+    return [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
+
+
+def _check_room(out: Path, total: int, side: int) -> None:
+    """Refuses more images than the disk can hold, at the least that they take: a byte a pixel, a block of 4 KiB."""
+    needed, free = total * max(side * side, 4096), shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(
+            f"--num asks for {total} images of {side} x {side} px, which take {needed / 1e9:,.1f} GB or more; the disk "
+            f"of --out {out} has {free / 1e9:,.1f} GB free: lower --num, or choose an --out with more room"
+        )
 
 
 def draw(
@@ -98,7 +122,7 @@ def draw(
     Single images are written batch by batch, so an interruption keeps what is done; the grid comes at the end.
     """
     num, total = settings.num, len(labels) * settings.num
-    about, sheet = describe(settings, generator), Sheet(len(labels), num)
+    about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(labels), num)
     batches, nfe, seconds = 0, 0, 0.0
 
     def progress(done: int, of: int) -> None:
@@ -111,8 +135,10 @@ def draw(
             sheet.add(images)
             batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
     sheet.save(out / "grid.png", about)
+    older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
+    beside = f"; older images kept there: {older}" if older > 0 else ""
     rate = total / seconds
-    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png"
+    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
@@ -120,6 +146,17 @@ def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
     kept = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
     kept["engine"] |= {"device": generator.device.type, "precision": str(generator.dtype).removeprefix("torch.")}
     return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}
+
+
+def _describe_known(known: KnownConfig) -> dict[str, Any]:
+    """The files of the known pixels and what they held."""
+
+    def file(path: Path) -> dict[str, str]:
+        return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
+
+    if known.image is None:
+        return {}
+    return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
 
 
 def save(images: Images, out: Path, settings: dict[str, Any]) -> None:
@@ -187,11 +224,17 @@ def _read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | 
     picture = _decode(known.image, "--known.image")
     if known.mask is None:
         return picture, None
-    mask = _decode(known.mask, "--known.mask")
+    mask = _decode(known.mask, "--known.mask", background="black").convert("L")
     if mask.size != picture.size:
         raise UserError(
             f"--known.mask {known.mask} is {mask.width} x {mask.height} px, --known.image {known.image} is "
             f"{picture.width} x {picture.height}; give a mask of the picture's size"
+        )
+    brightest = int(np.asarray(mask).max())
+    if brightest < KEPT:
+        raise UserError(
+            f"--known.mask {known.mask} keeps nothing: its brightest pixel is {brightest} of 255; paint what is kept "
+            "white"
         )
     return picture, mask
 
@@ -201,16 +244,24 @@ def _known_pixels(picture: Image.Image, mask: Image.Image | None, size: int) -> 
     pixels = to_pixels(center_crop(picture, size)).float() / 127.5 - 1
     if mask is None:
         return pixels, (torch.arange(size) < size // 2)[None, :, None].expand(1, size, size)
-    return pixels, torch.from_numpy(np.array(center_crop(mask, size).convert("L")) >= 128).unsqueeze(0)
+    return pixels, torch.from_numpy(np.array(center_crop(mask, size).convert("L")) >= KEPT).unsqueeze(0)
 
 
-def _decode(path: Path, flag: str) -> Image.Image:
+def _decode(path: Path, flag: str, background: str = "white") -> Image.Image:
     try:
-        return read_image(path)
+        picture = read_image(path, background)
     except FileNotFoundError:
         raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
     except UNREADABLE as error:
-        raise UserError(f"{flag} {path} is not a readable picture: {error}") from None
+        raise UserError(
+            f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"
+        ) from None
+    if max(picture.size) > ELONGATED * min(picture.size):
+        raise UserError(
+            f"{flag} {path} is {picture.width} x {picture.height} px, of which the centre crop to a square shows next "
+            "to nothing; crop it closer"
+        )
+    return picture
 
 
 class Progress:

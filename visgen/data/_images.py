@@ -28,15 +28,15 @@ SUFFIXES = frozenset(
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
-def read_image(file: Path | BytesIO) -> Image.Image:
-    """Decodes an image to RGB; raises one of `UNREADABLE`."""
+def read_image(file: Path | BytesIO, background: str = "white") -> Image.Image:
+    """Decodes an image to RGB, the first of an animation; raises one of `UNREADABLE`."""
     with Image.open(file) as image:
         image.load()
-        return to_rgb(image)
+        return to_rgb(image, background)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow mode to RGB: EXIF orientation applied, alpha composited on white, 16 bits rounded to 8."""
+def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
+    """Any Pillow mode to RGB: EXIF orientation applied, alpha composited on `background`, 16 bits rounded to 8."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise ValueError("its pixels are floats, whose range is not known; convert it to 8 bits")
@@ -47,7 +47,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))  # 65535 = 255 * 257
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
     return image.convert("RGB")
 
 
