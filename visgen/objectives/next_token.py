@@ -56,6 +56,7 @@ class NextToken(Objective):
     """`nets["model"]` returns the mean cross-entropy of the batch's tokens."""
 
     export = "model"
+    held_out_values = ("nats_per_token",)
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -61,7 +61,7 @@ def fit(
     """
     for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
         check(settings, name)
-    loop.check()
+    loop.check(objective)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
@@ -81,8 +81,6 @@ def fit(
         looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
         spare = held_out() if looks and held_out is not None else data
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
-        if looks and loop.keep_best:
-            state.best.check(_losses(state, spare, 1))
         clock = Clock(start)
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)

@@ -75,10 +75,13 @@ class LoopConfig:
     out: str = ""
     resume: str = "auto"
 
-    def check(self) -> None:
-        """Raises `UserError` for settings that need each other."""
+    def check(self, objective: Objective) -> None:
+        """Raises `UserError` for settings that need each other, or what `objective` does not have."""
         if self.keep_best and not self.eval_every:
             raise UserError(f"loop.keep_best '{self.keep_best}' is a held-out value: set loop.eval_every")
+        if self.keep_best and self.keep_best not in objective.held_out_values:
+            allowed = ", ".join(objective.held_out_values) or "none, this objective has no held-out values"
+            raise UserError(f"loop.keep_best '{self.keep_best}' is no held-out value; allowed: {allowed}")
         if self.patience and not self.keep_best:
             raise UserError(f"loop.patience {self.patience} waits for a held-out value: set loop.keep_best")
 
