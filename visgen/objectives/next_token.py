@@ -97,10 +97,10 @@ class NextToken(Objective):
 
     def _check_labels(self, data: Data) -> None:
         classes = getattr(self.config.model.condition, "classes", None)
-        if classes is not None and len(data.classes) > classes:
+        if classes is not None and len(data.classes) != classes:
             raise UserError(
                 f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
-                f"set it to {len(data.classes)}"
+                f"pass --objective.model.condition.classes {len(data.classes)}"
             )
 
     def tokens(self, batch: Batch) -> Tensor:
