@@ -32,7 +32,7 @@ from visgen.train.log import Clock, Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
-from visgen.train.state import LoopConfig, State, keep_tokenizer, load, save
+from visgen.train.state import LoopConfig, State, keep_tokenizer, load, mend_export, save
 
 
 def fit(
@@ -66,13 +66,18 @@ def fit(
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     start = load(state, resume) if resume is not None else 0
+    mended = ""
     if accelerator.is_main_process:
         checkpoint.clean(run)
-        state.tokenizer = keep_tokenizer(objective, data, run, start > 0)
+        state.tokenizer = keep_tokenizer(objective, data, run, resume)
+        if resume is not None and resume.parent.resolve() == run.resolve():
+            mended = mend_export(state, resume, start)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
+        if mended:
+            out.say(mended)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
         elif _enough(state):

@@ -184,7 +184,7 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
 
 
 def compare_config(config: TrainConfig, run: Path) -> None:
-    """Refuses to continue `run` under a config that differs in more than `NEUTRAL` keys."""
+    """Refuses to continue `run` under another objective, or a config that differs in more than `NEUTRAL` keys."""
     path = run / "config.yaml"
     if not path.is_file():
         raise UserError(
@@ -193,6 +193,11 @@ def compare_config(config: TrainConfig, run: Path) -> None:
         )
     old = configs.flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
     new = configs.flat(configs.dump(config))
+    if old["objective.kind"] != new["objective.kind"]:
+        raise UserError(
+            f"run directory {run} holds a run of objective {old['objective.kind']}, this config trains "
+            f"{new['objective.kind']}; choose another loop.out"
+        )
     changed = [
         f"{key} ({old.get(key, 'absent')} there, {new.get(key, 'absent')} now)"
         for key in sorted({*old, *new})
