@@ -135,6 +135,11 @@ def test_missing_directories_and_steps(runs, tmp_path):
     refused(lambda: checkpoint.load_tokenizer(tmp_path / "none"), "none does not exist", "run directory")
     refused(lambda: checkpoint.load_model(tmp_path / "none.safetensors"), "none.safetensors does not exist")
     refused(lambda: checkpoint.find_step(tmp_path / "empty"), "holds no complete checkpoint")
+    (tmp_path / "step_0000001").mkdir()
+    (tmp_path / "step_0000001" / "model.safetensors").write_bytes(b"")
+    assert checkpoint.find_step(tmp_path / "step_0000001") == tmp_path / "step_0000001"
+    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001", 1), "is a step itself; pass its run directory")
+    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001" / "model.safetensors"), "is a file; pass a run")
     refused(lambda: checkpoint.find_step(runs / "tok", 7), "holds no step 7; it holds 1, 2")
     refused(lambda: checkpoint.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
     assert checkpoint.find_step(runs / "tok").name == "step_0000002"

@@ -255,9 +255,12 @@ def find_step(path: Path | str, step: Step = None) -> Path:
     """
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"checkpoint {path} does not exist; pass a run directory or one of its steps")
-    if step is None and (path / WEIGHTS).is_file():
-        return path
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"checkpoint {path} {what}; pass a run directory or one of its steps")
+    if (path / WEIGHTS).is_file():
+        if step is None:
+            return path
+        raise UserError(f"{path} is a step itself; pass its run directory, or leave --step out")
     steps = find_steps(path)
     if not steps:
         raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
