@@ -133,9 +133,10 @@ def test_two_processes_write_the_report_of_one(out: Path, run_dir: Path, tmp_pat
     [
         ([], "--checkpoint is needed"),
         (["--checkpoint", "RUN", "--n", "61"], "--n 61 must be a multiple of the 30 held-out base pictures"),
-        (["--checkpoint", "RUN", "--groups", "1"], "--groups 1 must be at least 2"),
-        (["--checkpoint", "RUN", "--shown", "0"], "--shown 0 must be at least 1"),
-        (["--checkpoint", "RUN", "--plan-seed", "-1"], "seed=-1"),
+        (["--checkpoint", "RUN", "--groups", "1"], "groups is 1; it must be at least 2"),
+        (["--checkpoint", "RUN", "--shown", "0"], "shown is 0; it must be at least 1"),
+        (["--checkpoint", "RUN", "--extractor-batch", "0"], "extractor_batch is 0; it must be at least 1"),
+        (["--checkpoint", "RUN", "--plan-seed", "-1"], "plan_seed is -1; "),
         (["--checkpoint", "RUN", "--step", "best"], "knows no best step"),
         (["--checkpoint", "BARE"], "there is no config.yaml in"),
         (["--checkpoint", "CODES"], "data.kind codes (data_cache/codes) gives tokens, pictures are needed"),
