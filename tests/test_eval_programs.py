@@ -82,6 +82,7 @@ def test_every_row_is_scored(score: Callable[..., Path], tmp_path: Path) -> None
         ("--rows", "rows is (); the number of its values must be at least 1"),
         ("--n 0", "n is 0; it must be at least 2"),
         ("--n 1", "n is 1; it must be at least 2"),
+        ("--n 3 --groups 2 --allow-small", "leaving out one of 2 groups of 3 images leaves 1, a covariance needs 2"),
         ("--n 20 --extractor fd_efflite0", "n = 20 images is not above the 1280 feature dimensions of fd_efflite0"),
         ("--plan-seed -1", "plan_seed is -1; it must be within [0, "),
         (f"--plan-seed {2**63}", f"plan_seed is {2**63}; "),

@@ -288,6 +288,12 @@ def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups
         require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
     if groups > plan.n:
         raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less (1: no error)")
+    rest = plan.n - -(-plan.n // groups)
+    if groups > 1 and rest < 2:
+        raise UserError(
+            f"leaving out one of {groups} groups of {plan.n} images leaves {rest}, a covariance needs 2; raise --n, or "
+            "pass --groups 1 for no error"
+        )
 
 
 def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) -> None:

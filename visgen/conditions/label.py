@@ -18,7 +18,7 @@ class Config:
     """Label condition.
 
     Attributes:
-        classes: number of classes; row `classes` of the table is the null class.
+        classes: number of classes, the data's; row `classes` of the table is the null class.
         dropout: probability that training replaces a sample's label by the null class.
     """
 
