@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,7 +55,7 @@ class FidConfig(SamplingConfig):
     step: Step = None
     data: Any = plugin("visgen.data", "fashion_mnist")
     rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
-    n: Positive = 10_000
+    n: Annotated[int, Range(2)] = 10_000
     reference_n: Annotated[int, Range(2)] | None = None
     plan_seed: Seed = 0
     extractor: str = "fd_efflite0"
@@ -80,7 +81,7 @@ def main() -> None:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    held_out = configs.build(settings.data, "held_out")
+    held_out = ev.build_pictures(settings.data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)
@@ -88,9 +89,8 @@ def main() -> None:
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
         generator.check_guidance(settings.guidance)
-    train = configs.build(settings.data, "train") if set(settings.rows) - {"generated"} else None
-    if train is not None and {"real", "recon"} & set(settings.rows):
-        ev.choose(train, plan)  # refuses an n that the classes do not allow
+    train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
+    chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
     with Progress("reference", world.rank == 0) as step:
         ref = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
     protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)
@@ -98,7 +98,7 @@ def main() -> None:
     for row in settings.rows:
         start = time.perf_counter()
         with Progress(row, world.rank == 0) as step:
-            images = make_rows(row, settings, generator, train, plan, world)
+            images = make_rows(row, settings, generator, train, chosen, plan, world)
             scores, checks = ev.score(images, ref, extractor, protocol, world, settings.allow_small, step)
         seconds = time.perf_counter() - start
         about = describe(settings, generator) if row == "generated" and generator else {}
@@ -125,15 +125,24 @@ def main() -> None:
 
 
 def make_rows(
-    row: Row, settings: FidConfig, generator: Generator | None, train: Any, plan: SamplePlan, world: ev.World
+    row: Row,
+    settings: FidConfig,
+    generator: Generator | None,
+    train: Any,
+    chosen: Sequence[int],
+    plan: SamplePlan,
+    world: ev.World,
 ) -> ev.Rows:
+    """The images of a row; `chosen` are the training images of the rows real and recon."""
+    batch = settings.engine.batch
     if row == "real":
-        return ev.real(train, plan, world)
+        return ev.pictures(train, chosen, world)
     assert generator is not None
     if row == "generated":
         return ev.generated(generator, plan, settings, world)
-    make = ev.reconstructed if row == "recon" else ev.marginals
-    return make(generator.tokenizer, train, plan, world, settings.engine.batch)
+    if row == "recon":
+        return ev.round_trip(generator.tokenizer, ev.pictures(train, chosen, world, batch))
+    return ev.marginals(generator.tokenizer, train, plan, world, batch)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.checkpoint import load_tokenizer
-from visgen.checks import Positive
+from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.generate import EngineConfig
 from visgen.launch import writable
@@ -47,7 +47,7 @@ class ReconConfig:
 
     tokenizer: Path | None = None
     data: Any = plugin("visgen.data", "fashion_mnist")
-    n: Positive = 10_000
+    n: Annotated[int, Range(2)] = 10_000
     perceptual: Path | None = None
     extractor: str = "fd_efflite0"
     weights: Path | None = None
@@ -68,10 +68,10 @@ def main() -> None:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    data = configs.build(settings.data, "held_out")
+    data = ev.build_pictures(settings.data, "held_out")
     plan = SamplePlan(settings.n, len(data.classes))
     ev.check_size(plan, len(data), extractor, settings.groups, settings.allow_small)
-    ev.choose(data, plan)  # refuses an n that the classes do not allow
+    chosen = ev.choose(data, plan)
     tokenizer = load_tokenizer(settings.tokenizer).to(device)
     ev.check_match(data, tokenizer)
     perceptual = perceptual_distance(settings.perceptual, device)
@@ -82,8 +82,8 @@ def main() -> None:
         ref = ev.reference(data, extractor, world, on_step=step)
 
     def rows() -> ev.Rows:
-        for chosen, index in ev.chosen_batches(data, plan, world, settings.engine.batch):
-            pixels = data.get_many(chosen)["pixels"]
+        for pictures, index in ev.pictures(data, chosen, world, settings.engine.batch):
+            pixels = pictures[:, None]  # [B, T, 3, H, W]
             tokens, back = ev.reconstruct(tokenizer, pixels)
             meter.update(pixels.to(device), back)
             if usage is not None:

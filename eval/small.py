@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import small_set as small
 from visgen.checkpoint import Step
+from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig, load
 from visgen.launch import writable
@@ -58,13 +59,13 @@ class SmallConfig(SamplingConfig):
     checkpoint: str = ""
     step: Step = None
     data: Any = plugin("visgen.data", None)
-    n: int | None = None
-    plan_seed: int = 0
+    n: Positive | None = None
+    plan_seed: Seed = 0
     extractor: str = "fd_efflite0"
     weights: Path | None = None
-    extractor_batch: int | None = None
-    groups: int = 25
-    shown: int = 24
+    extractor_batch: Positive | None = None
+    groups: Annotated[int, Range(2)] = 25
+    shown: Positive = 24
     out: Path = Path("out/eval/small")
 
 
@@ -72,9 +73,6 @@ def main() -> None:
     settings = configs.load(SmallConfig, sys.argv[1:], prog="eval/small.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory, or a Hub id")
-    for name, least in (("groups", 2), ("shown", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"--{name} {getattr(settings, name)} must be at least {least}")
     world = ev.World.current()
     out = writable(settings.out, "--out")
     device, _ = settings.engine.resolve()

@@ -151,6 +151,11 @@ def test_missing_directories_and_steps(runs, tmp_path):
     for step in (7, -1, "last"):
         words = (f"holds no step {step}; it holds 1, 2: choose one of them, 'best' (", "or none for the newest")
         refused(lambda step=step: checkpoint.find_step(runs / "tok", step), *words)
+    (tmp_path / "step_0000001").mkdir()
+    (tmp_path / "step_0000001" / "model.safetensors").write_bytes(b"")
+    assert checkpoint.find_step(tmp_path / "step_0000001") == tmp_path / "step_0000001"
+    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001", 1), "is a step itself; pass its run directory")
+    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001" / "model.safetensors"), "is a file; pass a run")
     refused(lambda: checkpoint.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
     assert checkpoint.find_step(runs / "tok").name == "step_0000002"
     (runs / "tok" / "step_0000002" / "meta.json").write_text('{"best": {"step": 1}}')

@@ -203,6 +203,13 @@ FLAGS = [
     (["--inner.flag", "--count", "2"], {"inner.flag": True, "count": 2}),
     (["--inner.flag", "True"], {"inner.flag": True}),
     (["--inner.flag=False"], {"inner.flag": False}),
+    (
+        ["--inner.flag", "true", "--active", "false", "--text", "false"],
+        {"inner.flag": True, "active": False, "text": "false"},
+    ),
+    (["--inner.flag=true", "--active=false", "--text=true"], {"inner.flag": True, "active": False, "text": "true"}),
+    (["--inner.flag", "--text", "true"], {"inner.flag": True, "text": "true"}),
+    (["--inner.flag", "True", "--words", "x", "true"], {"inner.flag": True, "words": ("x", "true")}),
     (["--no-active"], {"active": False}),
     (["--no_active", "--count", "2"], {"active": False, "count": 2}),
     (["--inner.flag", "--inner.no-flag"], {"inner.flag": False}),
@@ -449,6 +456,7 @@ BAD_FLAGS = [
     (["--inner.flag", "maybe"], ["--inner.flag", "'maybe'", "'True'"]),
     (["--no-active=False"], ["--no-active", "takes no value", "'False'"]),
     (["--no-active", "True"], ["--no-active", "takes no value", "'True'"]),
+    (["--active", "false", "false"], ["false"]),
     (["--no-count"], ["--no-count"]),
     (["--inner.pair", "1"], ["--inner.pair", "Expected 2"]),
     (["--toy.kind", "bal"], ["toy.kind", "'bal'", "did you mean 'ball'", "allowed: ball, car"]),
@@ -557,8 +565,9 @@ def test_programs_print_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) 
 
 WORDS = (
     "--count --count=3 --inner.rate --inner.flag --no-active --inner.no-flag --toy.kind --toy.kind=car --toy.part.kind "
-    "--toy.speed --words --inner.pair ball car none 1 -1 1e-4 True x --spare.kind --spare.size=1 --inner.seeds --text "
-    "-- - -1e --= --. --no- --inner. --toy.kind= --.kind=x --a..kind --inner.kind --inner.mode=slow --long_name=1"
+    "--long_name=1 --toy.speed --words --inner.pair ball car none 1 -1 1e-4 True false x --spare.kind --spare.size=1 "
+    "--inner.seeds --text -- - -1e --= --. --no- --inner. --toy.kind= --.kind=x --a..kind --inner.kind "
+    "--inner.mode=slow"
 )
 words = st.sampled_from([*WORDS.split(), "\n", ""]) | st.text(max_size=4)
 

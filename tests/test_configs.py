@@ -16,7 +16,8 @@ from visgen.config import UserError, build, kind_of, load
 from visgen.objectives.next_token import Config as NextTokenConfig
 from visgen.objectives.vq import Config as VQConfig
 from visgen.sample import SampleConfig
-from visgen.train.main import TrainConfig, parameters
+from visgen.train.main import TrainConfig
+from visgen.train.rehearsal import parameters, rehearse
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "configs").rglob("*.yaml"))
@@ -90,7 +91,7 @@ def test_the_program_of_the_header_loads_it(path: str) -> None:
 
 @pytest.mark.parametrize("path", TRAINED)
 def test_its_nets_can_be_built(path: str) -> None:
-    counts = parameters(claimed(path))
+    counts = parameters(rehearse(claimed(path).objective))
     assert counts and all(n > 0 for n in counts.values())
     wanted = PUBLISHED.get(Path(path).stem) if path.startswith("configs/imagenet256/") else None
     if isinstance(wanted, int):

@@ -80,7 +80,10 @@ def test_every_row_is_scored(score: Callable[..., Path], tmp_path: Path) -> None
         ("--reference-n 0", "reference_n is 0; it must be at least 2"),
         ("--reference-n -5", "reference_n is -5; "),
         ("--rows", "rows is (); the number of its values must be at least 1"),
-        ("--n 0", "n is 0; it must be at least 1"),
+        ("--n 0", "n is 0; it must be at least 2"),
+        ("--n 1", "n is 1; it must be at least 2"),
+        ("--n 3 --groups 2 --allow-small", "leaving out one of 2 groups of 3 images leaves 1, a covariance needs 2"),
+        ("--n 20 --extractor fd_efflite0", "n = 20 images is not above the 1280 feature dimensions of fd_efflite0"),
         ("--plan-seed -1", "plan_seed is -1; it must be within [0, "),
         (f"--plan-seed {2**63}", f"plan_seed is {2**63}; "),
         ("--groups 0", "groups is 0; "),
@@ -101,6 +104,7 @@ def test_fid_refuses_before_long_work(refused: Callable[..., str], flags: str, m
     [
         ("--groups 67", "groups 67 exceeds the 66 images"),
         ("--extractor-batch 0", "extractor_batch is 0; "),
+        ("--n 1", "n is 1; it must be at least 2"),
         (
             "--n 72",
             "of the held_out split has 23 images, fewer than the 24 of each class that --n 72 needs; lower --n to 69",
@@ -109,6 +113,21 @@ def test_fid_refuses_before_long_work(refused: Callable[..., str], flags: str, m
 )
 def test_recon_refuses_before_long_work(refused: Callable[..., str], flags: str, message: str) -> None:
     assert message in refused("recon", *flags.split())
+
+
+@pytest.mark.parametrize("name", ["fid", "recon"])
+def test_cached_codes_are_no_pictures(
+    name: str,
+    checkpoint_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--checkpoint" if name == "fid" else "--tokenizer", str(checkpoint_dir), "--data.kind", "codes"]
+    monkeypatch.setattr(sys, "argv", [name, *flags, "--extractor", "fd_debug", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        run_program(program(name).main)
+    assert "data.kind codes (data_cache/codes) gives tokens, pictures are needed" in capsys.readouterr().err
 
 
 def test_a_model_without_a_null_class_is_not_guided(
@@ -160,7 +179,7 @@ def test_the_largest_n_is_that_of_all_classes() -> None:
     with pytest.raises(UserError, match=rf"class {data.classes[1]} .* has 3 images.*lower --n to 9 or less"):
         ev.choose(data, SamplePlan(60, 3))
     chosen = ev.choose(data, SamplePlan(9, 3))
-    assert data.labels[chosen].tolist() == SamplePlan(9, 3).rows().label.tolist() and len(set(chosen.tolist())) == 9
+    assert data.labels[chosen].tolist() == SamplePlan(9, 3).rows().label.tolist() and len(set(chosen)) == 9
     data.labels = torch.tensor([0, 1])
     with pytest.raises(UserError, match=rf"class {data.classes[2]} .* has 0 images.*give it images, or leave it out"):
         ev.choose(data, SamplePlan(6, 3))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import visgen
 from visgen import evaluate as ev
-from visgen.config import UserError
+from visgen.config import UserError, plugin_config
+from visgen.data import codes
 from visgen.data.synthetic import Config, Synthetic
 from visgen.evaluate import World
 from visgen.generate import Images, SamplingConfig
@@ -30,6 +33,32 @@ def test_pictures_are_dealt_out_once(size: int, batch: int) -> None:
             assert torch.equal(pixels, ALL[[chosen[i] for i in index]])
             seen += index.tolist()
     assert sorted(seen) == list(range(10))
+
+
+def test_round_trip_is_the_tokenizers(checkpoint_dir: Path) -> None:
+    tokenizer = visgen.load(str(checkpoint_dir), device="cpu").tokenizer
+    chosen = [5, 3, 17]
+    rows = list(ev.round_trip(tokenizer, ev.pictures(DATA, chosen, batch=2)))
+    truth = ev.reconstruct(tokenizer, DATA.get_many(chosen)["pixels"])[1][:, 0]
+    assert torch.allclose(torch.cat([p for p, _ in rows]), truth, atol=1e-5)
+    assert torch.cat([i for _, i in rows]).tolist() == [0, 1, 2]
+
+
+def test_codes_are_no_pictures_but_say_what_they_were_made_from(tmp_path: Path) -> None:
+    config = plugin_config("visgen.data", "codes", root=tmp_path)
+
+    def said() -> str:
+        with pytest.raises(UserError) as found:
+            ev.build_pictures(config, "held_out")
+        return str(found.value)
+
+    assert said().startswith(f"data.kind codes ({tmp_path}) gives tokens, pictures are needed: pass --data.kind")
+    assert "(one of emoji, fashion_mnist, folder, " in said() and "codes," not in said()
+    (tmp_path / "held_out").mkdir()
+    index = codes.make_index(DATA, tokenizer="", grid=[1, 4, 4], vocab=8, views="center", ranges=[], shard_images=9)
+    codes.write_index(tmp_path / "held_out", index)
+    assert said().endswith("that the codes were made from (synthetic)")
+    assert len(ev.build_pictures(DATA.config, "held_out")) == 23
 
 
 def test_collect_orders_features_by_index() -> None:
@@ -60,7 +89,7 @@ def test_matched_takes_each_once_and_the_first_ones() -> None:
 def test_choose_follows_the_plan_or_names_the_class() -> None:
     plan = SamplePlan(21, 3, seed=4)
     chosen = ev.choose(DATA, plan)
-    assert torch.equal(DATA.labels[chosen], plan.rows().label) and len(chosen.unique()) == 21
+    assert torch.equal(DATA.labels[chosen], plan.rows().label) and len(set(chosen)) == 21
     with pytest.raises(UserError, match=r"class triangle of the held_out split has 7 images, .*lower --n to 21"):
         ev.choose(DATA, SamplePlan(24, 3))
 

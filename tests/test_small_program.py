@@ -42,6 +42,13 @@ def run_dir(checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return copy
 
 
+@pytest.fixture(scope="module")
+def run_on_codes(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = shutil.copytree(run_dir, tmp_path_factory.mktemp("codes") / "run")
+    (copy / "config.yaml").write_text(yaml.safe_dump(dump(load(TrainConfig, values={"data": "codes"}))))
+    return copy
+
+
 def program(*argv: object) -> None:
     before, sys.argv = sys.argv, ["eval/small.py", *map(str, argv)]
     try:
@@ -126,11 +133,13 @@ def test_two_processes_write_the_report_of_one(out: Path, run_dir: Path, tmp_pat
     [
         ([], "--checkpoint is needed"),
         (["--checkpoint", "RUN", "--n", "61"], "--n 61 must be a multiple of the 30 held-out base pictures"),
-        (["--checkpoint", "RUN", "--groups", "1"], "--groups 1 must be at least 2"),
-        (["--checkpoint", "RUN", "--shown", "0"], "--shown 0 must be at least 1"),
-        (["--checkpoint", "RUN", "--plan-seed", "-1"], "seed=-1"),
+        (["--checkpoint", "RUN", "--groups", "1"], "groups is 1; it must be at least 2"),
+        (["--checkpoint", "RUN", "--shown", "0"], "shown is 0; it must be at least 1"),
+        (["--checkpoint", "RUN", "--extractor-batch", "0"], "extractor_batch is 0; it must be at least 1"),
+        (["--checkpoint", "RUN", "--plan-seed", "-1"], "plan_seed is -1; "),
         (["--checkpoint", "RUN", "--step", "best"], "knows no best step"),
         (["--checkpoint", "BARE"], "there is no config.yaml in"),
+        (["--checkpoint", "CODES"], "data.kind codes (data_cache/codes) gives tokens, pictures are needed"),
         (["--checkpoint", "RUN", "--data.kind", "synthetic"], "the data's image_size is (32, 32)"),
         (["--checkpoint", "RUN", "--extractor", "fd_inception"], "extractor 'fd_inception' is unknown"),
     ],
@@ -139,11 +148,12 @@ def test_errors_are_one_line_before_any_work(
     argv: list[str],
     words: str,
     run_dir: Path,
+    run_on_codes: Path,
     checkpoint_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names = {"RUN": str(run_dir), "BARE": str(checkpoint_dir)}
+    names = {"RUN": str(run_dir), "BARE": str(checkpoint_dir), "CODES": str(run_on_codes)}
     first = [] if "--extractor" in argv else ["--extractor", "fd_debug"]
     with pytest.raises(SystemExit) as found:
         program(*first, "--engine.device", "cpu", "--out", tmp_path, *(names.get(word, word) for word in argv))

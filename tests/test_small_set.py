@@ -16,8 +16,8 @@ import visgen
 from visgen import evaluate as ev
 from visgen import small_set as small
 from visgen.config import UserError
-from visgen.data import Data, emoji, synthetic
-from visgen.evaluate import World, pictures, reconstruct
+from visgen.data import Data, codes, emoji, synthetic
+from visgen.evaluate import World, reconstruct
 from visgen.metrics.features import build_extractor
 from visgen.metrics.kid import kid
 from visgen.metrics.neighbours import nearest
@@ -86,13 +86,12 @@ def test_halves_are_disjoint_and_of_equal_classes(emojis: SmallSet) -> None:
     assert not torch.equal(first, emojis.halves(1)[0])
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     few = synthetic.Config(image_size=16, classes=3, n_held_out=9)
     assert "9 base pictures, which make 3 pairs of one class" in refused(lambda: SmallSet(few))
     odd = synthetic.Config(image_size=16, classes=3, n=29, n_held_out=30)
     assert "class 'triangle' has 9 base pictures to train on and 10 held out" in refused(lambda: SmallSet(odd))
-    monkeypatch.setattr(synthetic.Synthetic, "grid", (1, 4, 4), raising=False)
-    assert "cached codes, pictures are needed" in refused(lambda: SmallSet(SHAPES))
+    assert "gives tokens, pictures are needed" in refused(lambda: SmallSet(codes.Config(tmp_path)))
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -118,15 +117,6 @@ def test_copies_are_training_images_as_training_shows_them() -> None:
     for i, image in enumerate(found):
         assert torch.equal(image, data.get(chosen[i], np.random.default_rng((1, i)))["pixels"][0])
     assert not torch.equal(found[0], found[3]) and not torch.equal(found[0], data.get(5)["pixels"][0])
-
-
-def test_round_trip_is_the_tokenizers(shapes: SmallSet, checkpoint_dir: Path) -> None:
-    tokenizer = visgen.load(str(checkpoint_dir), device="cpu").tokenizer
-    chosen = [5, 3, 17]
-    rows = list(small.round_trip(tokenizer, pictures(shapes.held_out, chosen, batch=2)))
-    truth = reconstruct(tokenizer, shapes.held_out.get_many(chosen)["pixels"])[1][:, 0]
-    assert torch.allclose(torch.cat([p for p, _ in rows]), truth, atol=1e-5)
-    assert torch.cat([i for _, i in rows]).tolist() == [0, 1, 2]
 
 
 def extract(pixels: Tensor) -> Tensor:

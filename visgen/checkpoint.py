@@ -268,8 +268,11 @@ def find_step(path: Path | str, step: Step = None) -> Path:
     """
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"checkpoint {path} does not exist; pass a run directory or one of its steps")
-    if step is None and (path / WEIGHTS).is_file():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"checkpoint {path} {what}; pass a run directory or one of its steps")
+    if (path / WEIGHTS).is_file():
+        if step is not None:
+            raise UserError(f"{path} is a step itself; pass its run directory, or leave --step out")
         if (path / META).is_file():
             read_meta(path)
         return path

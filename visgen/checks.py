@@ -38,6 +38,7 @@ class Range:
 
 
 Positive = Annotated[int, Range(1)]
+Depth = Annotated[int, Range(1, 1000)]  # of modules that are made one by one
 Natural = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 Share = Annotated[float, Range(0, 1)]

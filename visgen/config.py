@@ -338,20 +338,24 @@ def _type_name(hint: Any) -> str:
 
 
 def _check_flags(argv: list[str], leaves: dict[str, Any]) -> list[str]:
-    """Names unknown flags; turns bare `--flag` and `--no-flag` of boolean fields into explicit values."""
+    """Names unknown flags; makes the values of boolean fields explicit: `--flag`, `--no-flag`, `--flag true`."""
     known = {name.replace("_", "-"): name for name in leaves}
     out: list[str] = []
+    boolean = False  # is the word before a boolean flag that waits for its value?
     for i, word in enumerate(argv):
         if not word.startswith("--") or word == "--help":
-            out.append(word)
+            out.append(_boolean(word) if boolean else word)
+            boolean = False
             continue
         given, equals, value = word.partition("=")
         name = given[2:].replace("_", "-")
         parent, dot, last = name.rpartition(".")
         positive = parent + dot + last.removeprefix("no-")
         following = argv[i + 1] if i + 1 < len(argv) else "--"
+        boolean = leaves.get(known.get(name, "")) is bool
         if name in known:
-            bare = leaves[known[name]] is bool and not equals and following.startswith("--")
+            bare = boolean and not equals and following.startswith("--")
+            value = _boolean(value) if boolean else value
             out.append(f"--{known[name]}=True" if bare else f"--{known[name]}{equals}{value}")
         elif leaves.get(known.get(positive, "")) is not bool:
             raise UserError(f"unknown option '{given}'{_suggest(name, list(known))}; see --help")
@@ -359,7 +363,13 @@ def _check_flags(argv: list[str], leaves: dict[str, Any]) -> list[str]:
             raise UserError(f"{given} takes no value, got '{value or following}'")
         else:
             out.append(f"--{known[positive]}=False")
+        boolean = boolean and not equals
     return out
+
+
+def _boolean(word: str) -> str:
+    """`true` and `false`, which YAML says, as the parser says them."""
+    return word.capitalize() if word in ("true", "false") else word
 
 
 def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:

@@ -7,6 +7,7 @@ reference, extractor and labels, so they compare. Images stream through; none is
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import config as configs
 from visgen.config import UserError, kind_of
-from visgen.data import Data
+from visgen.data import Data, Split, codes
 from visgen.decode.noise import Noise, Stream
 from visgen.generate import Generator, SamplingConfig
 from visgen.launch import on_cpu
@@ -55,6 +57,23 @@ class World:
         moved = value.cuda() if on_gpu else value.clone()
         torch.distributed.all_reduce(moved)
         return moved.to(value.device)
+
+
+def build_pictures(config: Any, split: Split) -> Data:
+    """A split of the data set to score on.
+
+    Raises:
+        UserError: it is a cache of codes; what they were made from is named where the cache tells.
+    """
+    if not isinstance(config, codes.Config):
+        return configs.build(config, split)
+    made = f"one of {', '.join(kind for kind in configs.kinds('visgen.data') if kind != 'codes')}"
+    with contextlib.suppress(UserError):
+        made = codes.read_index(Path(config.root).expanduser() / split).source["kind"]
+    raise UserError(
+        f"data.kind codes ({config.root}) gives tokens, pictures are needed: pass --data.kind and the settings of the "
+        f"data that the codes were made from ({made})"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- the reference
@@ -166,19 +185,10 @@ def shares(n: int, world: World | None, batch: int) -> Iterator[range]:
         yield range(start, min(start + batch * world.size, n), world.size)
 
 
-def real(data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
-    """Plain images of `data`, chosen by `choose`."""
-    for chosen, index in chosen_batches(data, plan, world or World(), batch):
-        yield data.get_many(chosen)["pixels"][:, 0], index
-
-
-def reconstructed(
-    tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256
-) -> Rows:
-    """Images of `data` through the tokenizer and back, in fp32."""
-    for chosen, index in chosen_batches(data, plan, world or World(), batch):
-        pixels = data.get_many(chosen)["pixels"]
-        yield reconstruct(tokenizer, pixels)[1][:, 0], index
+def round_trip(tokenizer: Tokenizer, rows: Rows) -> Rows:
+    """The same pictures through the tokenizer and back, in fp32: the best that a model of its tokens can draw."""
+    for pixels, index in rows:
+        yield reconstruct(tokenizer, pixels[:, None])[1][:, 0], index
 
 
 def marginals(tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
@@ -214,8 +224,8 @@ def reconstruct(tokenizer: Tokenizer, pixels: Tensor, decode: bool = True) -> tu
     return tokens, tokenizer.decode(tokens) if decode else pixels
 
 
-def choose(data: Data, plan: SamplePlan) -> Tensor:
-    """Indices [n] into `data` whose labels are the plan's (each image once), in the order of the source.
+def choose(data: Data, plan: SamplePlan) -> list[int]:
+    """Indices (n of them) into `data` whose labels are the plan's (each image once), in the order of the source.
 
     Raises:
         UserError: a class with too few images for the plan; it names the n that all classes allow.
@@ -230,7 +240,7 @@ def choose(data: Data, plan: SamplePlan) -> Tensor:
             f"{int(need[fewest])} of each class that --n {plan.n} needs; "
             + (f"lower --n to {most} or less" if most else "give it images, or leave it out")
         )
-    return matched(labels, wanted)
+    return matched(labels, wanted).tolist()
 
 
 def labels_of(data: Data) -> Tensor:
@@ -246,15 +256,6 @@ def matched(labels: Tensor, wanted: Tensor) -> Tensor:
         need = wanted == c
         out[need] = (labels == c).nonzero().flatten()[: int(need.sum())]
     return out
-
-
-def chosen_batches(data: Data, plan: SamplePlan, world: World, batch: int) -> Iterator[tuple[list[int], Tensor]]:
-    """(indices into `data`, plan indices) of this process, batch by batch."""
-    chosen = choose(data, plan)
-    index = plan.rows(world.rank, world.size).index
-    for start in range(0, len(index), batch):
-        part = index[start : start + batch]
-        yield chosen[part].tolist(), part
 
 
 # --------------------------------------------------------------------------------------------------- the scoring
@@ -283,10 +284,16 @@ def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups
     Raises:
         UserError: naming N, the groups or the width, and the remedy.
     """
-    if groups > plan.n:
-        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less (1: no error)")
     for n, what in ((plan.n, "images"), (ref_n, "reference images")):
         require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
+    if groups > plan.n:
+        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less (1: no error)")
+    rest = plan.n - -(-plan.n // groups)
+    if groups > 1 and rest < 2:
+        raise UserError(
+            f"leaving out one of {groups} groups of {plan.n} images leaves {rest}, a covariance needs 2; raise --n, or "
+            "pass --groups 1 for no error"
+        )
 
 
 def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) -> None:

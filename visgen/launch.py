@@ -26,6 +26,13 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def memory() -> int:
+    """Bytes of memory of what training runs on: the GPU, or the whole machine."""
+    if not on_cpu():
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def writable(directory: Path, flag: str) -> Path:
     """Makes the directory that `flag` names and tries, before any work, that it can be written.
 

@@ -16,19 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visgen import config as configs
-from visgen.config import UserError, kind_of
+from visgen.config import UserError
 from visgen.data import Data
 from visgen.evaluate import (
     Reference,
     Rows,
     World,
+    build_pictures,
     collect,
     labels_of,
     matched,
     pictures,
     reconstruct,
     reference,
+    round_trip,
     shares,
 )
 from visgen.metrics.features import FeatureExtractor
@@ -57,14 +58,8 @@ class SmallSet:
     """
 
     def __init__(self, config: Any) -> None:
-        """Raises `UserError` where there are no pixels, or too few pictures for an error."""
-        self.held_out: Data = configs.build(config, "held_out")
-        self.train: Data = configs.build(config, "train")
-        if hasattr(self.train, "grid"):
-            raise UserError(
-                f"data.kind '{kind_of(config)}' gives cached codes, pictures are needed; pass the data that they were "
-                "made from (--data.kind)"
-            )
+        """Raises `UserError` for cached codes, or too few pictures for an error."""
+        self.held_out, self.train = build_pictures(config, "held_out"), build_pictures(config, "train")
         self.bases, self.train_bases = (bases(data) for data in (self.held_out, self.train))
         self.labels = labels_of(self.held_out)[self.bases]
         self.mirrored: bool = getattr(config, "hflip", False)
@@ -144,12 +139,6 @@ def augmented(data: Data, chosen: Sequence[int], seed: int, world: World | None 
     for places in shares(len(chosen), world, batch):
         shown = [data.get(chosen[i], np.random.default_rng((seed, i)))["pixels"][0] for i in places]
         yield torch.stack(shown), torch.tensor(places)
-
-
-def round_trip(tokenizer: Tokenizer, rows: Rows) -> Rows:
-    """The same pictures through the tokenizer and back: the best that a model of its tokens can draw."""
-    for pixels, index in rows:
-        yield reconstruct(tokenizer, pixels[:, None])[1][:, 0], index
 
 
 @dataclass

@@ -105,6 +105,11 @@ def test_the_loss_depends_on_the_given_generator_alone(objective: Objective) -> 
     assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
 
 
+def test_held_out_values_are_those_that_are_named(objective: Objective) -> None:
+    found = objective.held_out(objective.exported().eval(), batch())
+    assert tuple(found) == objective.held_out_values and set(objective.larger_is_better) <= set(found)
+
+
 def test_turns_are_names_of_nets_at_every_step(objective: Objective) -> None:
     for step in (0, 1, 7, 10**6):
         assert objective.turns(step) and set(objective.turns(step)) <= set(objective.nets)

@@ -154,7 +154,7 @@ class Cached(Data):
 
     def __init__(self, grid: tuple[int, int, int] = (1, 4, 4), vocab: int = VOCAB) -> None:
         self.config = plugin_config("visgen.data", "codes")
-        self.grid, self.vocab, self.classes, self.image_size = grid, vocab, ["a", "b"], (16, 16)
+        self.grid, self.vocab, self.classes, self.image_size = grid, vocab, ["a", "b", "c"], (16, 16)
         self.checked: list[str] = []
 
     def __len__(self) -> int:
@@ -190,9 +190,11 @@ def refused(objective: NextToken, data: Data) -> str:
     return str(caught.value)
 
 
-def test_more_classes_than_the_condition_knows() -> None:
-    message = refused(NextToken(config()), pixels(classes=4))
-    assert "4 classes" in message and "objective.model.condition.classes is 3" in message and "set it to 4" in message
+@pytest.mark.parametrize("classes", [2, 4])
+def test_other_classes_than_the_condition_knows(classes: int) -> None:
+    message = refused(NextToken(config()), pixels(classes=classes))
+    assert f"{classes} classes" in message and "objective.model.condition.classes is 3" in message
+    assert f"pass --objective.model.condition.classes {classes}" in message
 
 
 def test_pixels_need_a_tokenizer() -> None:

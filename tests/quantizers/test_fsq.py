@@ -54,3 +54,9 @@ def test_straight_through_and_float32():
 def test_levels_below_two_are_refused():
     with pytest.raises(UserError, match="at least 2"):
         build(Config((8, 1)))
+
+
+@pytest.mark.parametrize("levels", [(10_000, 10_000), (100_000,) * 5])
+def test_more_codes_than_can_be_counted_are_refused(levels):
+    with pytest.raises(UserError, match=rf"make 10{{8,25}} codes, {2**24} are the most"):
+        build(Config(levels))

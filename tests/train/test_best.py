@@ -129,4 +129,4 @@ def test_errors_before_long_work(tmp_path, flags, words):
     with pytest.raises(UserError) as found:
         train(tmp_path / "run", *flags)
     assert words in str(found.value) and "\n" not in str(found.value)
-    assert not steps(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

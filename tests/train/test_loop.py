@@ -240,6 +240,34 @@ def test_a_finished_run_stays_as_it_is(whole, capsys):
     assert metrics(whole) == before and "all 6 steps are done" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damage", ["truncated", "empty", "gone"])
+@pytest.mark.parametrize("steps", ["6", "4"])
+def test_a_damaged_export_is_written_again_from_the_state(whole, tmp_path, capsys, damage, steps):
+    run = shutil.copytree(whole, tmp_path / "run")
+    if steps == "4":  # goes on from there
+        shutil.rmtree(run / "step_0000006")
+    export = run / f"step_000000{steps}" / "model.safetensors"
+    before = export.read_bytes()
+    if damage == "gone":
+        export.unlink()
+    else:
+        export.write_bytes(before[:-100] if damage == "truncated" else b"")
+    train(run, *NOISY)
+    said = capsys.readouterr().err
+    assert f"{export} was damaged or missing: written again from the state of its step" in said
+    assert export.read_bytes() == before and metrics(run) == metrics(whole)
+    train(run, *NOISY)
+    assert "written again" not in capsys.readouterr().err
+
+
+def test_a_damaged_export_of_another_run_is_left_alone(whole, tmp_path, capsys):
+    other = shutil.copytree(whole, tmp_path / "other")
+    (other / "step_0000006" / "model.safetensors").write_bytes(b"")
+    train(tmp_path / "run", *NOISY, "--loop.steps", "8", "--loop.resume", str(other))
+    assert "written again" not in capsys.readouterr().err
+    assert (other / "step_0000006" / "model.safetensors").read_bytes() == b""
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -378,22 +406,40 @@ def test_a_frozen_tokenizer_is_kept_beside_the_run(tmp_path):
     tokenizer = build(plugin_config("visgen.tokenizers", "conv_vq", quantizer=quantizer, **values))
     objective = build(plugin_config("visgen.objectives", "toy"))
     objective.frozen["tokenizer"] = tokenizer
+    run, step = tmp_path / "run", tmp_path / "run" / "step_0000002"
+    step.mkdir(parents=True)
 
     def kept():
-        return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(tmp_path))
+        return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(run))
 
     data = build(plugin_config("visgen.data", "toy"), "train")
     first = checkpoint.tokenizer_hash(tokenizer)
-    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == first == kept()
-    assert keep_tokenizer(objective, data, tmp_path, resumed=True) == first
+    assert keep_tokenizer(objective, data, run, None) == first == kept()
+    assert keep_tokenizer(objective, data, run, step) == first
     with torch.no_grad():
         next(tokenizer.parameters()).add_(1)
     with pytest.raises(UserError, match=f"{first[:12]}.*is not the tokenizer of this config"):
-        keep_tokenizer(objective, data, tmp_path, resumed=True)
+        keep_tokenizer(objective, data, run, step)
     assert kept() == first
-    keep_tokenizer(objective, data, tmp_path, resumed=False)  # what a failed start left is replaced
+    keep_tokenizer(objective, data, run, None)  # what a failed start left is replaced
     assert kept() == checkpoint.tokenizer_hash(tokenizer) != first
     objective.frozen.clear()
-    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == ""
+    assert keep_tokenizer(objective, data, run, None) == ""
     data.tokenizer_hash = "abc"  # of cached codes
-    assert keep_tokenizer(objective, data, tmp_path, resumed=False) == "abc"
+    assert keep_tokenizer(objective, data, run, None) == "abc"
+
+
+def test_cached_codes_of_another_tokenizer_do_not_continue_a_run(tmp_path):
+    objective, data = (
+        build(plugin_config("visgen.objectives", "toy")),
+        build(plugin_config("visgen.data", "toy"), "train"),
+    )
+    model = objective.exported()
+    step = tmp_path / "old" / "step_0000002"
+    step.mkdir(parents=True)
+    checkpoint.save_module(step / "model.safetensors", model, model.config, extra_metadata={"tokenizer": "abc"})
+    data.tokenizer_hash = "abc"
+    assert keep_tokenizer(objective, data, tmp_path / "new", step) == "abc"
+    data.tokenizer_hash = "def"
+    with pytest.raises(UserError, match=r"trained on tokenizer abc, which is not the tokenizer of this config \(def\)"):
+        keep_tokenizer(objective, data, tmp_path / "new", step)

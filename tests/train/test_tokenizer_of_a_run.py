@@ -70,3 +70,35 @@ def test_another_tokenizer_of_the_same_shape_is_refused(runs, tmp_path):
     model, info = checkpoint.load_model(path), checkpoint.read_metadata(path)
     checkpoint.save_module(path, model, model.config, extra_metadata={"step": info["step"]})
     assert visgen.load(run, device="cpu").meta["tokenizer"] == hashes[0]
+
+
+@pytest.mark.parametrize("place", ["its directory", "another"])
+def test_a_model_goes_on_with_its_own_tokenizer_alone(runs, tmp_path, place):
+    tokenizer = shutil.copytree(runs / "vq0", tmp_path / "vq")
+    first = train(tmp_path / "ar", MODEL, "--objective.tokenizer", str(tokenizer))
+
+    def go_on():
+        flags = (MODEL, "--objective.tokenizer", str(tokenizer))
+        if place == "its directory":
+            return train(first, *flags)
+        return train(tmp_path / "on", *flags, "--loop.steps", "2", "--loop.resume", str(first))
+
+    assert len(checkpoint.find_steps(go_on())) == 1
+    shutil.rmtree(tmp_path / "on", ignore_errors=True)
+    shutil.rmtree(tokenizer)
+    shutil.copytree(runs / "vq1", tokenizer)
+    hashes = [checkpoint.tokenizer_hash(checkpoint.load_tokenizer(runs / f"vq{i}"))[:12] for i in (0, 1)]
+    with pytest.raises(UserError) as found:
+        go_on()
+    assert f"trained on tokenizer {hashes[0]}, which is not the tokenizer of this config ({hashes[1]})" in str(
+        found.value
+    )
+    assert not (tmp_path / "on" / checkpoint.TOKENIZER).exists()
+
+
+def test_an_objective_does_not_continue_another(runs, tmp_path):
+    for out, more in ((runs / "vq0", ()), (tmp_path / "out", ("--loop.resume", str(runs / "vq0")))):
+        with pytest.raises(UserError) as found:
+            train(out, MODEL, "--objective.tokenizer", str(runs / "vq0"), *more)
+        said = str(found.value)
+        assert "of objective vq, this config trains next_token; " in said and len(said) < 300 and "remove" not in said

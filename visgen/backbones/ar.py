@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from visgen.backbones import Backbone
-from visgen.checks import Positive, Rate, Scale
+from visgen.checks import Depth, Positive, Rate, Scale
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
@@ -36,7 +36,7 @@ class Config:
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
     """
 
-    layers: Positive = 12
+    layers: Depth = 12
     heads: Positive = 12
     width: Positive = 768
     kv_heads: Positive | None = None

@@ -18,7 +18,7 @@ class Config:
     """Label condition.
 
     Attributes:
-        classes: number of classes; row `classes` of the table is the null class.
+        classes: number of classes, the data's; row `classes` of the table is the null class.
         dropout: probability that training replaces a sample's label by the null class.
         views: above 1, the model is also told which of so many views of a cached image it reads, and samples as it
             reads plain ones, view 0. Mirrors and shifts then delay memorising without being drawn (distribution

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visgen.checks import Positive, Rate
+from visgen.checks import Depth, Positive, Rate
 from visgen.config import UserError
 from visgen.nn.conv import group_norm
 from visgen.nn.perceptual import WIDTHS
@@ -29,7 +29,7 @@ Features = Callable[[Tensor], list[Tensor]]  # images [B, 3, H, W] -> maps [B, C
 class Config:
     kind: Literal["patch", "features"] = "patch"  # features: on the trunk of objective.losses.perceptual_weights
     width: Positive = 64  # channels of the first layer, patch: doubled by each further one up to eight times
-    layers: Positive = 3  # patch: of stride 2, receptive field 16, 34, 70, 142 px for 1, 2, 3, 4; features: maps used
+    layers: Depth = 3  # patch: of stride 2, receptive field 16, 34, 70, 142 px for 1, 2, 3, 4; features: maps used
     norm: Literal["group", "none"] = "group"
     lecam_decay: Rate = 0.999  # of the moving means of the logits
 

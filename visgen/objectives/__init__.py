@@ -25,9 +25,11 @@ class Objective(ABC):
         nets: trained modules by name; forward returns `(loss, logs)`.
         frozen: modules that are only moved to the device, filled by `setup`.
         export: the net whose `.model` gets the EMA and is saved for sampling.
-        larger_is_better: names of `held_out` values whose largest is the best; of the others it is the smallest.
+        held_out_values: names of the values of `held_out`.
+        larger_is_better: those of them whose largest is the best; of the others it is the smallest.
     """
 
+    held_out_values: tuple[str, ...] = ()
     larger_is_better: tuple[str, ...] = ()
     nets: dict[str, nn.Module]
     frozen: dict[str, nn.Module]
@@ -57,7 +59,7 @@ class Objective(ABC):
         return None
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
-        """Means over a held-out batch, e.g. `nats_per_token`, with `model` (the EMA of the exported module)."""
+        """Means over a held-out batch, named `held_out_values`, with `model` (the EMA of the exported module)."""
         return {}
 
     def exported(self) -> Any:

@@ -56,6 +56,7 @@ class NextToken(Objective):
     """`nets["model"]` returns the mean cross-entropy of the batch's tokens."""
 
     export = "model"
+    held_out_values = ("nats_per_token",)
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -96,10 +97,10 @@ class NextToken(Objective):
 
     def _check_labels(self, data: Data) -> None:
         classes = getattr(self.config.model.condition, "classes", None)
-        if classes is not None and len(data.classes) > classes:
+        if classes is not None and len(data.classes) != classes:
             raise UserError(
                 f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
-                f"set it to {len(data.classes)}"
+                f"pass --objective.model.condition.classes {len(data.classes)}"
             )
         views, cached = getattr(self.config.model.condition, "views", 1), getattr(data, "view_count", 1)
         if views > 1 and views != cached:

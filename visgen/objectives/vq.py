@@ -88,7 +88,7 @@ class VQ(Objective):
     """`nets["tokenizer"]`, and `nets["discriminator"]` where the adversarial weight is not 0."""
 
     export = "tokenizer"
-    larger_is_better = ("psnr",)
+    held_out_values = larger_is_better = ("psnr",)
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -17,6 +17,7 @@ from visgen.config import UserError
 from visgen.quantizers import Quantized, Quantizer
 
 EPS = 1e-3  # lets tanh reach the outer levels
+MOST = 2**24  # codes: each is counted while training, and is a row of a model's head
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class FSQ(Quantizer):
             raise UserError(f"quantizer.levels is {config.levels}; every channel needs at least 2 levels")
         self.config = config
         self.channels, self.vocab = len(config.levels), math.prod(config.levels)
+        if self.vocab > MOST:
+            raise UserError(
+                f"quantizer.levels {config.levels} make {self.vocab} codes, {MOST} are the most; take fewer"
+            )
         basis = [math.prod(config.levels[:i]) for i in range(self.channels)]
         # saved with the weights: a module built on the meta device gets its buffers from the file
         self.register_buffer("levels", torch.tensor(config.levels, dtype=torch.int64))

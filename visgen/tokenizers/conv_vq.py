@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from visgen.checks import Positive, Range, Rate
+from visgen.checks import Depth, Positive, Range, Rate
 from visgen.config import UserError, build, plugin
 from visgen.nn.conv import Decoder, Encoder, Shape
 from visgen.tokenizers import Reconstruction, Tokenizer
@@ -26,7 +26,7 @@ class Config:
     decoder_width: Positive | None = None  # of the decoder, the encoder's if none
     # times width, per resolution; the stride is 2 ** (their number - 1)
     multipliers: Annotated[tuple[Positive, ...], Range(1)] = (1, 1, 2, 2, 4)
-    res_blocks: Positive = 2  # per resolution in the encoder; the decoder has one more
+    res_blocks: Depth = 2  # per resolution in the encoder; the decoder has one more
     z_channels: Positive = 256  # between encoder or decoder and the 1x1 convolutions around the quantizer
     attention: bool = True  # at the lowest resolution
     dropout: Rate = 0.0

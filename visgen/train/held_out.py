@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from visgen import checkpoint
-from visgen.config import UserError
 from visgen.data import Data, Samples, to_batch
 from visgen.objectives import Objective
 
@@ -68,13 +67,6 @@ class Best:
         else:
             self.since += 1
         return better
-
-    def check(self, found: dict[str, float]) -> None:
-        """Raises `UserError` where the objective gives no such value."""
-        names = [name.removeprefix("held_out/") for name in found]
-        if self.metric not in names:
-            allowed = ", ".join(names) or "none, this objective has no held-out values"
-            raise UserError(f"loop.keep_best '{self.metric}' is no held-out value; allowed: {allowed}")
 
     def restore(self, step: Path, run: Path) -> None:
         """Takes over what `step` knows, if that is of this metric and its best step lies in this run."""

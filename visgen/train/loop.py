@@ -32,7 +32,7 @@ from visgen.train.log import Clock, Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
-from visgen.train.state import LoopConfig, State, keep_tokenizer, load, save
+from visgen.train.state import LoopConfig, State, keep_tokenizer, load, mend_export, save
 
 
 def fit(
@@ -61,18 +61,23 @@ def fit(
     """
     for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
         check(settings, name)
-    loop.check()
+    loop.check(objective)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     start = load(state, resume) if resume is not None else 0
+    mended = ""
     if accelerator.is_main_process:
         checkpoint.clean(run)
-        state.tokenizer = keep_tokenizer(objective, data, run, start > 0)
+        state.tokenizer = keep_tokenizer(objective, data, run, resume)
+        if resume is not None and resume.parent.resolve() == run.resolve():
+            mended = mend_export(state, resume, start)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
+        if mended:
+            out.say(mended)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
         elif _enough(state):
@@ -81,8 +86,6 @@ def fit(
         looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
         spare = held_out() if looks and held_out is not None else data
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
-        if looks and loop.keep_best:
-            state.best.check(_losses(state, spare, 1))
         clock = Clock(start)
         for step, batches in enumerate(_batches(state, data, start), start):
             train_step(state, batches, step)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from visgen import checkpoint
 from visgen import config as configs
 from visgen.config import UserError, plugin
 from visgen.data import Data
-from visgen.launch import writable
+from visgen.launch import memory, writable
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
 from visgen.train.loop import fit, make_accelerator
 from visgen.train.optim import OptimConfig
+from visgen.train.rehearsal import allocating, parameters, rehearse, require_memory
 from visgen.train.seeds import BUILD, seed_process
 from visgen.train.state import LoopConfig
 
@@ -71,7 +71,7 @@ def train(argv: list[str]) -> None:
     """Reads the config, checks the run directory, builds data and objective, and trains.
 
     Raises:
-        UserError: no config; see also `config.load`, `open_run` and `loop.fit`.
+        UserError: no config, nets too large for this machine; see also `config.load`, `open_run` and `loop.fit`.
     """
     config = configs.load(TrainConfig, argv, prog="train.py")
     if all(word.startswith("-") for word in argv[:1]) and not any(word.startswith("--objective") for word in argv):
@@ -79,10 +79,12 @@ def train(argv: list[str]) -> None:
             "train.py needs a config, as in `python train.py configs/debug/vq.yaml --loop.steps 100`; configs/ holds "
             "more, --help lists every key"
         )
-    counts = parameters(config)  # nets that cannot be built are refused before a directory is made or data are read
+    rehearsed = rehearse(config.objective)  # what cannot be trained is refused before a directory is made or data read
     if config.dry_run:
-        print(json.dumps(counts))
+        print(json.dumps(parameters(rehearsed)))
         return
+    require_memory(rehearsed, config.objective, memory())
+    config.loop.check(rehearsed)
     config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
     accelerator = make_accelerator(loop)
@@ -90,7 +92,8 @@ def train(argv: list[str]) -> None:
         accelerator.wait_for_everyone()  # all have compared their config with the run's
         seed_process(loop.seed, BUILD)
         data: Data = configs.build(config.data, "train")
-        objective = configs.build(config.objective)
+        with allocating(config.objective):
+            objective = configs.build(config.objective)
         if accelerator.is_main_process and (resume is None or resume.parent.resolve() != run.resolve()):
             write_config(config, run)
         fit(
@@ -107,13 +110,6 @@ def train(argv: list[str]) -> None:
             held_out=lambda: held_out(config, data),
         )
         accelerator.end_training()
-
-
-def parameters(config: TrainConfig) -> dict[str, int]:
-    """Number of parameters of every net, counted on the meta device."""
-    with torch.device("meta"):
-        objective = configs.build(config.objective)
-    return {name: sum(p.numel() for p in net.parameters()) for name, net in objective.nets.items()}
 
 
 def with_run(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -188,7 +184,7 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
 
 
 def compare_config(config: TrainConfig, run: Path) -> None:
-    """Refuses to continue `run` under a config that differs in more than `NEUTRAL` keys."""
+    """Refuses to continue `run` under another objective, or a config that differs in more than `NEUTRAL` keys."""
     path = run / "config.yaml"
     if not path.is_file():
         raise UserError(
@@ -197,6 +193,11 @@ def compare_config(config: TrainConfig, run: Path) -> None:
         )
     old = configs.flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
     new = configs.flat(configs.dump(config))
+    if old["objective.kind"] != new["objective.kind"]:
+        raise UserError(
+            f"run directory {run} holds a run of objective {old['objective.kind']}, this config trains "
+            f"{new['objective.kind']}; choose another loop.out"
+        )
     changed = [
         f"{key} ({old.get(key, 'absent')} there, {new.get(key, 'absent')} now)"
         for key in sorted({*old, *new})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from dataclasses import dataclass, field
@@ -75,10 +76,13 @@ class LoopConfig:
     out: str = ""
     resume: str = "auto"
 
-    def check(self) -> None:
-        """Raises `UserError` for settings that need each other."""
+    def check(self, objective: Objective) -> None:
+        """Raises `UserError` for settings that need each other, or what `objective` does not have."""
         if self.keep_best and not self.eval_every:
             raise UserError(f"loop.keep_best '{self.keep_best}' is a held-out value: set loop.eval_every")
+        if self.keep_best and self.keep_best not in objective.held_out_values:
+            allowed = ", ".join(objective.held_out_values) or "none, this objective has no held-out values"
+            raise UserError(f"loop.keep_best '{self.keep_best}' is no held-out value; allowed: {allowed}")
         if self.patience and not self.keep_best:
             raise UserError(f"loop.patience {self.patience} waits for a held-out value: set loop.keep_best")
 
@@ -118,13 +122,9 @@ def save(state: State, step: int) -> None:
     accelerator.wait_for_everyone()
     accelerator.save_state(str(temporary / "state"))
     if accelerator.is_main_process:
-        objective = state.objective
-        metadata = {"step": step, "objective": type(objective).__module__.rpartition(".")[2]}
-        config, dtype = objective.exported().config, DTYPES[state.ema_config.save_dtype]
-        extra = {**metadata, "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
-        checkpoint.save_module(temporary / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
+        export(state, temporary, step)
         facts = {
-            **metadata,
+            **_about(state, step),
             **state.best.to_dict(),
             "samples": step * state.loop.batch,
             "processes": accelerator.num_processes,
@@ -140,12 +140,48 @@ def save(state: State, step: int) -> None:
     accelerator.wait_for_everyone()
 
 
-def load(state: State, path: Path) -> int:
-    """Restores everything from the step directory `path`; the number of steps done."""
+def export(state: State, folder: Path, step: int) -> None:
+    """Writes the average as it is sampled: `folder/model.safetensors`."""
+    config, dtype = state.objective.exported().config, DTYPES[state.ema_config.save_dtype]
+    extra = {**_about(state, step), "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
+
+
+def mend_export(state: State, path: Path, step: int) -> str:
+    """Writes the export of the step directory `path`, which was just loaded, again if it is damaged or missing.
+
+    Returns:
+        What was done, in one line; "" for nothing.
+    """
     try:
+        checkpoint.read_metadata(path / checkpoint.WEIGHTS)
+        return ""
+    except UserError:
+        export(state, path, step)
+        return f"{path / checkpoint.WEIGHTS} was damaged or missing: written again from the state of its step"
+
+
+def _about(state: State, step: int) -> dict[str, Any]:
+    return {"step": step, "objective": type(state.objective).__module__.rpartition(".")[2]}
+
+
+def load(state: State, path: Path) -> int:
+    """Restores everything from the step directory `path`; the number of steps done.
+
+    Raises:
+        UserError: it is of another objective, does not fit, or is damaged.
+    """
+    try:
+        facts = json.loads((path / checkpoint.META).read_text())
+        own = _about(state, 0)["objective"]
+        made = facts.get("objective", own)
+        if made != own:
+            raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
         state.accelerator.load_state(str(path / "state"))
         state.best.restore(path, state.run)
-        return int(json.loads((path / checkpoint.META).read_text())["step"])
+        return int(facts["step"])
+    except UserError:
+        raise
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
         reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
         raise UserError(
@@ -154,26 +190,36 @@ def load(state: State, path: Path) -> int:
         ) from error
 
 
-def keep_tokenizer(objective: Objective, data: Data, run: Path, resumed: bool) -> str:
+def keep_tokenizer(objective: Objective, data: Data, run: Path, resume: Path | None) -> str:
     """Copies a frozen tokenizer beside the run: a directory is all that sampling needs.
+
+    Args:
+        resume: the step that the run continues from.
 
     Returns:
         Hash of the tokenizer whose tokens are learned, be they encoded on the fly or cached; "" if none is known.
 
     Raises:
-        UserError: a continued run was trained on another tokenizer.
+        UserError: the continued run was trained on another tokenizer.
     """
     tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
-    if not isinstance(tokenizer, Tokenizer):
-        return getattr(data, "tokenizer_hash", "")
-    given = checkpoint.tokenizer_hash(tokenizer)
-    if resumed and path.exists():
-        kept = checkpoint.tokenizer_hash(checkpoint.load_tokenizer(path))
-        if kept != given:
-            raise UserError(
-                f"{path} ({kept[:12]}) is not the tokenizer of this config ({given[:12]}), which was trained anew; "
-                "give the old one back, or start in another loop.out"
-            )
-    else:
-        checkpoint.save_module(path, tokenizer, tokenizer.config)
+    own = tokenizer if isinstance(tokenizer, Tokenizer) else None
+    given = checkpoint.tokenizer_hash(own) if own else getattr(data, "tokenizer_hash", "")
+    old = _trained_on(resume) if resume else ""
+    if given and old and given != old:
+        raise UserError(
+            f"{resume} was trained on tokenizer {old[:12]}, which is not the tokenizer of this config ({given[:12]}); "
+            "give the old one back, or start anew in another loop.out"
+        )
+    if own and not (resume and path.exists() and checkpoint.tokenizer_hash(checkpoint.load_tokenizer(path)) == given):
+        checkpoint.save_module(path, own, own.config)
     return given
+
+
+def _trained_on(step: Path) -> str:
+    """Hash of the tokenizer whose tokens were learned up to the directory `step`; "" where nothing tells."""
+    beside = step.parent / checkpoint.TOKENIZER
+    with contextlib.suppress(UserError):  # a damaged export, which `mend_export` speaks of
+        if recorded := checkpoint.read_metadata(step / checkpoint.WEIGHTS).get("tokenizer"):
+            return recorded
+    return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(beside)) if beside.is_file() else ""

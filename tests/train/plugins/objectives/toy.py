@@ -58,6 +58,7 @@ class Critic(nn.Module):
 
 class Toy(Objective):
     export = "model"
+    held_out_values = ("error", "calls")
 
     def __init__(self, config: Config) -> None:
         self.config = config
