@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class NoiseLike(Protocol):
+    """What a law asks of `decode.noise.Noise`."""
+
+    seeds: Tensor  # [B]
+
+    def gumbel(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor: ...
 
 
 @dataclass
@@ -30,6 +39,10 @@ class Categorical:
     def sample(self, noise: Tensor) -> Tensor:
         """Gumbel-max: argmax of logits + noise [B, W, V] (standard Gumbel) -> ids [B, W]."""
         return (self.logits + noise).argmax(dim=-1)
+
+    def draw(self, noise: NoiseLike, index: Tensor, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        """Draws the tokens at positions index [B, W] by the Gumbels of (seed, index, stream, iteration): ids [B, W]."""
+        return self.sample(noise.gumbel(index, self.vocab, stream, iteration))
 
     def warped(self, warp: Callable[[Tensor], Tensor]) -> Categorical:
         """The law after a filter on its logits (temperature, top-k, top-p)."""

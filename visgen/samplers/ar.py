@@ -36,7 +36,7 @@ class AR(Sampler):
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
         previous = state.tokens.gather(1, (state.index - 1).clamp(min=0))
         law = forward(previous, state.index)
-        drawn = law.sample(noise.gumbel(state.index, law.vocab, Stream.TOKEN))
+        drawn = law.draw(noise, state.index, Stream.TOKEN)
         state.tokens.scatter_(1, state.index, drawn)
         state.index += 1
 
