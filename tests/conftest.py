@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `import
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run on the CPU, element by element
+
 from visgen import checkpoint
 from visgen.config import build, dump, plugin_config
 from visgen.config import load as loads

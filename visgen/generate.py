@@ -46,11 +46,13 @@ class EngineConfig:
     """Where and how to compute.
 
     Attributes:
+        kind: "captured" replays a CUDA graph of fused kernels, "eager" runs plain PyTorch; "auto" is captured on a GPU.
         device: a torch device; "auto" takes a GPU when there is one.
         precision: of the transformer; "auto" is bf16 on a GPU and fp32 on a CPU. The tokenizer always runs in fp32.
         batch: images decoded at once.
     """
 
+    kind: Literal["auto", "captured", "eager"] = "auto"
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     batch: int = 16
@@ -72,6 +74,22 @@ class EngineConfig:
         if precision == "auto":
             precision = "bf16" if device.type == "cuda" else "fp32"
         return device, PRECISIONS[precision]
+
+    def kind_on(self, device: torch.device) -> str:
+        """The kind that "auto" stands for on `device`."""
+        if self.kind == "captured" and device.type != "cuda":
+            raise UserError(
+                f"engine.kind captured needs a CUDA GPU, not {device.type}; use --engine.kind eager (or auto)"
+            )
+        return self.kind if self.kind != "auto" else "captured" if device.type == "cuda" else "eager"
+
+    def make(self, model: Model, guidance: Guidance | None = None, warp: Warp | None = None) -> Engine:
+        """The engine of `model`, where it lies."""
+        if self.kind_on(model.parameter_device()) == "eager":
+            return Engine(model, guidance, warp)
+        from visgen.decode.captured import CapturedEngine  # needs Triton
+
+        return CapturedEngine(model, guidance, warp)
 
 
 @dataclass(frozen=True)
@@ -126,10 +144,12 @@ class Generator:
     ) -> None:
         self.settings = engine or EngineConfig()
         self.device, self.dtype = self.settings.resolve()
+        self.engine_kind = self.settings.kind_on(self.device)
         self.model = model.to(self.device, self.dtype).eval()
         self.tokenizer = tokenizer.to(self.device).eval()
         self.classes = list(classes)
         self.meta = meta or {}
+        self._engine: tuple[Any, Engine] | None = None  # the last one with its settings: it may hold a captured graph
 
     @property
     def class_count(self) -> int:
@@ -207,7 +227,9 @@ class Generator:
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        engine = Engine(self.model, guidance, warp)
+        if self._engine is None or self._engine[0] != (guidance, warp):
+            self._engine = (guidance, warp), self.settings.make(self.model, guidance, warp)
+        engine = self._engine[1]
         pinned = None if known is None else self._known_tokens(*known, len(ids))
         size = self.settings.batch
         parts: list[Images] = []
@@ -262,9 +284,14 @@ class Generator:
         progress: Any,
     ) -> Images:
         start = time.perf_counter()
-        engine.begin({"label": torch.tensor(labels, device=self.device)}, known)
-        generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
-        pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
+        try:
+            engine.begin({"label": torch.tensor(labels, device=self.device)}, known)
+            generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
+            pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"{len(labels)} images at once do not fit the memory of {self.device}; lower --engine.batch"
+            ) from None
         seconds = time.perf_counter() - start
         return Images(pixels, generation.tokens.cpu(), labels, seeds, generation.nfe, seconds)
 

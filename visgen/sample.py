@@ -144,7 +144,8 @@ def draw(
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
     """What made an image, for its metadata and for reports."""
     kept = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
-    kept["engine"] |= {"device": generator.device.type, "precision": str(generator.dtype).removeprefix("torch.")}
+    precision = str(generator.dtype).removeprefix("torch.")
+    kept["engine"] |= {"kind": generator.engine_kind, "device": generator.device.type, "precision": precision}
     return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}
 
 

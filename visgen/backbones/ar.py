@@ -6,6 +6,7 @@ Pre-norm blocks x + Attn(rms(x)), x + SwiGLU(rms(x)); 2-D rotary positions whose
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from visgen.nn.cache import KVCache
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
+
+if TYPE_CHECKING:
+    from visgen.backbones._ar_fused import FusedAR
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ class ARTransformer(Backbone):
             present = torch.nn.functional.pad(cond.visible, (0, keys - self.layout.prefix), value=True)
             mask = mask & present.unsqueeze(1) | (query.unsqueeze(-1) == slots)  # a padding slot sees itself
         return mask.unsqueeze(1)
+
+    def fused(self) -> FusedAR:
+        from visgen.backbones._ar_fused import FusedAR  # needs Triton
+
+        return FusedAR(self)
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         heads = self.config.kv_heads or self.config.heads

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from visgen.checks import Share
 from visgen.heads import Head
-from visgen.nn.categorical import Categorical
+from visgen.nn.guided import Guided
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,6 @@ class CategoricalHead(Head):
         smoothing = self.config.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
 
-    def dist(self, h: Tensor, weights: Tensor) -> Categorical:
+    def dist(self, h: Tensor, weights: Tensor) -> Guided:
         """Guidance acts on logits: sum_k weights_k logits_k in float32; weights sum to 1 over k."""
-        logits = self.output(h).float()  # [K, B, W, V]
-        if len(logits) == 1:
-            return Categorical(logits[0])
-        return Categorical((logits * weights.unsqueeze(-1)).sum(0))
+        return Guided(self.output(h), weights)  # [K, B, W, V]

@@ -1,0 +1,113 @@
+"""The captured engine: its fused step against the eager engine, and on a GPU its graph, memory and silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visgen.checks import UserError
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.generate import EngineConfig
+from visgen.model import Model
+from visgen.samplers.ar import AR, Config
+
+pytest.importorskip("triton")
+from visgen.decode.captured import CapturedEngine
+
+MakeModel = Callable[..., Model]
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+LABELS = torch.tensor([0, 1, 2, 0], device=DEVICE)
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+
+
+class Stepped(CapturedEngine):
+    """The fused step without a graph, so that it runs on a CPU in Triton's interpreter."""
+
+    run = Engine.run  # type: ignore[assignment]
+
+
+FAST = CapturedEngine if ON_GPU else Stepped
+
+
+def decoded(engine: Engine, seeds: Tensor, labels: Tensor = LABELS, known: Any = None) -> Tensor:
+    engine.begin({"label": labels}, known)
+    return engine.run(AR(Config()), Noise(seeds.to(DEVICE))).tokens
+
+
+@pytest.mark.parametrize(
+    ("guidance", "warp"),
+    [
+        (Guidance(), Warp()),
+        (Guidance(3.0, (0.2, 0.8), "cosine"), Warp(0.7, 10, 0.9)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_the_same_tokens_as_the_eager_engine(
+    make_model: MakeModel, guidance: Guidance, warp: Warp, kv_heads: int | None
+) -> None:
+    model = make_model((1, 4, 4) if ON_GPU else (1, 1, 3), kv_heads=kv_heads, layers=1).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    known = [torch.randint(0, n, (4, model.tokens), generator=generator).to(DEVICE) for n in (5, 2)]
+    slow, fast = Engine(model, guidance, warp), FAST(model, guidance, warp)
+    for given in (None, (known[0], known[1].bool())):
+        for first in (0, 40):  # the second batch runs in the buffers of the first
+            seeds = torch.arange(first, first + 4)
+            wanted = decoded(slow, seeds, known=given)
+            assert len(wanted.unique()) > 2
+            assert torch.equal(decoded(fast, seeds, known=given), wanted)
+    labels = torch.tensor([2, 1], device=DEVICE)  # another batch size
+    assert torch.equal(decoded(fast, torch.arange(2), labels), decoded(slow, torch.arange(2), labels))
+
+
+def test_auto_is_eager_without_a_gpu_and_captured_is_refused(make_model: MakeModel) -> None:
+    model = make_model().to("cpu")
+    assert type(EngineConfig().make(model)) is Engine
+    with pytest.raises(UserError, match=r"engine.kind captured needs a CUDA GPU.*--engine.kind eager"):
+        EngineConfig(kind="captured").make(model)
+
+
+def test_without_triton_the_eager_engine_is_the_remedy(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    with pytest.raises(UserError, match=r"needs Triton.*--engine.kind eager"):
+        CapturedEngine(make_model())
+
+
+@gpu
+def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: MakeModel) -> None:
+    model = make_model().to(DEVICE)
+    engine, sampler, noise = CapturedEngine(model, Guidance(2.0)), AR(Config()), Noise(torch.arange(4, device=DEVICE))
+    engine.begin({"label": LABELS})
+    engine.run(sampler, noise)
+    graph, _, _ = engine._capture(sampler, noise)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(sampler.iterations(engine)):
+            graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+    for _ in range(sampler.iterations(engine)):
+        graph.replay()
+    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
+
+
+@gpu
+def test_half_precision_logits_are_near(make_model: MakeModel) -> None:
+    model = make_model().to(DEVICE, torch.bfloat16)
+    laws = []
+    for kind in (Engine, CapturedEngine):
+        engine = kind(model, Guidance(2.0))
+        engine.begin({"label": LABELS})
+        index = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
+        with torch.inference_mode():
+            laws.append(engine.forward(index, index).logits)
+    assert (laws[0] - laws[1]).abs().max() <= 0.02 * laws[0].abs().max()

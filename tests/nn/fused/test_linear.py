@@ -1,0 +1,76 @@
+"""The fused linear layer against the modules that it stands for, at odd sizes and every way of cutting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+linear = pytest.importorskip("visgen.nn.fused.linear")  # needs Triton
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = [(2, 12, 20), (1, 24, 64), (3, 40, 48), (16, 64, 96), (70, 33, 130)]
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter multiplies no bfloat16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+def case(m: int, n: int, k: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(m)
+    made = {"x": (m, k), "weight": (n, k), "up": (n, k), "gain": (k,), "residual": (m, n)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in made.items()}
+    for name in ("weight", "up"):
+        tensors[name] /= k**0.5
+    return {name: t.to(dtype).to(DEVICE) for name, t in tensors.items()}
+
+
+def eager(given: dict[str, torch.Tensor], norm: bool, up: bool, residual: bool) -> torch.Tensor:
+    x, weight, second, gain, before = (t.float() for t in given.values())
+    x = F.rms_norm(x, x.shape[1:], gain, 1e-5) if norm else x
+    y = F.silu(x @ weight.T) * (x @ second.T) if up else x @ weight.T
+    return y + before if residual else y
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_equals_the_modules(size: tuple[int, int, int], norm: bool, up: bool, residual: bool) -> None:
+    for dtype in (torch.float32, HALF):
+        given = case(*size, dtype)
+        options = {"gain": norm, "up": up, "residual": residual}
+        chosen = {name: given[name] for name, wanted in options.items() if wanted}
+        for tile in (None, linear.Tile(16, 16, 16, 1, 4, 1)):
+            space = linear.Workspace(DEVICE)
+            out = torch.full((size[0], size[1]), torch.nan, dtype=dtype, device=DEVICE)
+            found = linear.linear(given["x"], given["weight"], space, out=out, tile=tile, **chosen)
+            assert found is out
+            wanted = eager(given, norm, up, residual)
+            assert (found.float() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max(), tile
+
+
+@pytest.mark.parametrize("split", [2, 3, 4])
+def test_a_split_product_leaves_its_counters_at_zero(split: int) -> None:
+    given, space = case(70, 33, 130, torch.float32), linear.Workspace(DEVICE)
+    tile = linear.Tile(16, 16, 16, split, 4, 1)
+    for _ in range(2):
+        found = linear.linear(given["x"], given["weight"], space, residual=given["residual"], tile=tile)
+        assert torch.allclose(found, eager(given, False, False, True), atol=2e-5)
+        assert not space.arrived.any()
+
+
+def test_the_residual_may_be_the_output() -> None:
+    given, space = case(3, 40, 48, torch.float32), linear.Workspace(DEVICE)
+    wanted = eager(given, False, False, True)
+    out = given["residual"].clone()
+    linear.linear(given["x"], given["weight"], space, residual=out, out=out)
+    assert torch.allclose(out, wanted, atol=2e-5)
+
+
+def test_a_chosen_tile_fits_the_workspace() -> None:
+    space = linear.Workspace(torch.device("meta"))
+    for rows in (1, 2, 4, 16, 33, 64, 128, 512):
+        for n, k in ((768, 768), (1280, 3584), (3200, 8704), (9600, 3200), (128, 352)):
+            tile = linear.choose(rows, n, k, whole=False)
+            tiles = -(-n // tile.n) * -(-rows // tile.m)
+            assert tile.split == 1 or tiles * tile.split * tile.m * tile.n <= space.parts.numel()
+            assert tile.split == 1 or tiles <= space.arrived.numel()
+            assert linear.choose(rows, n, k, whole=True).split == 1

@@ -1,0 +1,66 @@
+"""One decode step of `ar.py` in five kernels a layer: QKV, attention, output, gate and up, down.
+
+RMS norms, rotary positions, cache write, SwiGLU and residual sums live inside them (`nn/fused/`). Weights are read
+where they lie; what is added is a few buffers of one step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visgen.conditions import Prefix
+from visgen.nn.cache import KVCache
+from visgen.nn.fused import check_available
+from visgen.nn.rope import rope_2d
+
+
+class FusedAR:
+    """`(tokens [B, 1], pos [B, 1], cond, cache) -> h [R, 1, D]`, as `ARTransformer.forward` on every row.
+
+    Args:
+        net: an `ARTransformer` in eval mode.
+
+    Raises:
+        UserError: no Triton, or a head size that the kernels do not have.
+    """
+
+    def __init__(self, net: Any) -> None:
+        check_available()
+        from visgen.nn.fused import attention, linear
+
+        config, layout = net.config, net.layout
+        self.net, self.eps = net, config.norm_eps
+        device = net.tok_embeddings.weight.device
+        head_dim = config.width // config.heads
+        attention.check_head_dim(head_dim)
+        self.rotation = rope_2d(net.coords, head_dim, config.rope_base).contiguous()  # [S, d/2, 2]
+        group = layout.group.to(device)
+        self.group, self.reach = group.int(), attention.reach_of(group)
+        self.workspace = linear.Workspace(device)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, pos: Tensor, cond: Prefix, cache: KVCache) -> Tensor:
+        from visgen.nn.fused.attention import decode_attention
+        from visgen.nn.fused.embed import embed
+        from visgen.nn.fused.linear import linear
+
+        net, ws, eps = self.net, self.workspace, self.eps
+        slots = pos.flatten()
+        rows, width = cond.vectors.shape[0], net.width
+        visible = None if cond.visible is None else cond.visible.to(torch.uint8)
+        x = torch.empty(rows, width, dtype=net.tok_embeddings.weight.dtype, device=tokens.device)
+        embed(tokens.flatten(), slots, net.tok_embeddings.weight, cond.vectors.to(x.dtype).contiguous(), x)
+        mixed = torch.empty_like(x)
+        block: Any
+        for i, block in enumerate(net.layers):
+            attn, mlp = block.attention, block.feed_forward
+            qkv = linear(x, attn.wqkv.weight, ws, gain=block.attention_norm.weight, eps=eps)
+            keys, values = cache.keys[i], cache.values[i]
+            decode_attention(qkv, self.rotation, keys, values, slots, self.group, self.reach, visible, mixed)
+            linear(mixed, attn.wo.weight, ws, residual=x, out=x)
+            gated = linear(x, mlp.w1.weight, ws, gain=block.ffn_norm.weight, eps=eps, up=mlp.w3.weight)
+            linear(gated, mlp.w2.weight, ws, residual=x, out=x)
+        return net.norm(x).unsqueeze(1)

@@ -1,0 +1,68 @@
+"""The categorical law of a decode step, as its ingredients: the branches' logits, their weights, filters, known tokens.
+
+A sampler that only draws never needs the filtered logits themselves: on a GPU one kernel goes from the ingredients to
+the token. Whoever asks for `logits` gets them computed by the eager twins.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visgen.nn.categorical import Categorical, NoiseLike
+
+
+class Guided(Categorical):
+    """sum_k weights_k branches_k in float32, then a filter, then known tokens.
+
+    Args:
+        branches: [K, B, W, V] logits of the guidance branches, any float type.
+        weights: [K, B, W] float32, summing to 1 over k.
+        warp: temperature and filters, a `decode.warp.Warp`.
+        known: (tokens [B, W], mask [B, W]): all mass on the token where the mask is true.
+        fused: draw by the fused kernel.
+    """
+
+    def __init__(
+        self,
+        branches: Tensor,
+        weights: Tensor,
+        warp: Any = None,
+        known: tuple[Tensor, Tensor] | None = None,
+        fused: bool = False,
+    ) -> None:
+        self.branches, self.weights, self.warp, self.known, self.fused = branches, weights, warp, known, fused
+
+    @cached_property
+    def logits(self) -> Tensor:  # type: ignore[override]
+        branches = self.branches.float()
+        logits = branches[0] if len(branches) == 1 else (branches * self.weights.unsqueeze(-1)).sum(0)
+        if self.warp is not None:
+            logits = self.warp(logits)
+        return logits if self.known is None else Categorical(logits).pin(*self.known).logits
+
+    @property
+    def vocab(self) -> int:
+        return self.branches.shape[-1]
+
+    def warped(self, warp: Any) -> Categorical:
+        if self.warp is not None or self.known is not None:
+            return super().warped(warp)
+        return Guided(self.branches, self.weights, warp, None, self.fused)
+
+    def pin(self, tokens: Tensor, mask: Tensor) -> Categorical:
+        if self.known is not None:
+            return super().pin(tokens, mask)
+        return Guided(self.branches, self.weights, self.warp, (tokens, mask), self.fused)
+
+    def draw(self, noise: NoiseLike, index: Tensor, stream: int, iteration: Tensor | int = 0) -> Tensor:
+        if not self.fused or not (isinstance(iteration, int) and iteration == 0):
+            return super().draw(noise, index, stream, iteration)
+        from visgen.nn.fused.draw import draw  # Triton is needed here alone
+
+        filters = {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
+        weights = self.weights if len(self.branches) > 1 else torch.ones_like(self.weights)
+        return draw(self.branches, weights, noise.seeds, index, stream=stream, known=self.known, **filters)
