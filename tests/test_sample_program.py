@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from PIL import Image
 from sample_program import refused, run, settings_of
 
 import visgen
-from visgen.config import plugin_config
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator, Images
@@ -293,20 +291,3 @@ def test_a_refused_write_is_said_even_to_root(
     monkeypatch.setattr(tempfile, "TemporaryFile", deny)
     message = refused(capsys, "--checkpoint", str(checkpoint_dir), "--out", str(tmp_path))
     assert f"--out {tmp_path} cannot be written: Permission denied" in message
-
-
-def test_a_model_of_texts(
-    checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = visgen.sample.load
-
-    def told(*given: Any) -> Generator:
-        generator = real(*given)
-        text = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
-        generator.model.config = dataclasses.replace(generator.model.config, condition=text)
-        return generator
-
-    monkeypatch.setattr(visgen.sample, "load", told)
-    for label in ([], ["--label", "0"]):
-        given = ["--checkpoint", str(checkpoint_dir), "--out", str(tmp_path), "--engine.device", "cpu", *label]
-        assert refused(capsys, *given).startswith("this model is conditioned on text, not on class labels")
