@@ -108,12 +108,22 @@ def broken(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, 
     return str(out)
 
 
+def fewer_words(config: dict[str, Any], weights: dict[str, Tensor], count: int) -> None:
+    config["vocab_size"], weights["shared.weight"] = count, weights["shared.weight"][:count].clone()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda c, w: c.update(d_model=32), "gives features of width 32, the model reads 16; pass the encoder that it"),
         (lambda c, w: c.update(model_type="bert"), "is a model of kind bert; a T5 is needed"),
         (lambda c, w: c.update(model_type="none"), "cannot be loaded ("),
+        (lambda c, w: c.update(d_model="x"), "cannot be loaded ("),
+        (lambda c, w: c.update(d_ff=64), "cannot be loaded ("),
+        (
+            lambda c, w: w.update({"shared.weight": w["shared.weight"][:5].clone()}) or c.update(vocab_size=5),
+            "has 5 tok",
+        ),
         (lambda c, w: w.pop("encoder.block.1.layer.1.DenseReluDense.wo.weight"), "lacks 1 weights, such as encoder.bl"),
         (lambda c, w: w["shared.weight"].fill_(torch.nan), "gives values for 'sea' that are not finite in fp32"),
     ],
@@ -126,10 +136,37 @@ def test_encoders_that_do_not_serve(
     assert f"text encoder '{name}'" in said and message in said
 
 
+@pytest.mark.parametrize("part", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_damaged_files_of_an_encoder(condition: Condition, text_encoder: Path, tmp_path: Path, part: str) -> None:
+    name = str(shutil.copytree(text_encoder, tmp_path / "t5"))
+    (tmp_path / "t5" / part).write_bytes((text_encoder / part).read_bytes()[:400])
+    said = refused(lambda: encode(["sea"], condition, TextConfig(encoder=name)))
+    assert said.startswith(f"text encoder '{name}' cannot be loaded (") and said.endswith("whole one, or a Hub id")
+
+
+def test_a_tokenizer_that_knows_no_word(condition: Condition, text_encoder: Path, tmp_path: Path) -> None:
+    assert "knows no word of '鸟'; say it in others" in refused(lambda: encode(["a", "鸟"], condition))
+    name = str(shutil.copytree(text_encoder, tmp_path / "t5"))
+    for part in ("tokenizer.json", "tokenizer_config.json"):  # transformers may then make an empty one
+        (tmp_path / "t5" / part).unlink()
+    said = refused(lambda: encode(["sea"], condition, TextConfig(encoder=name)))
+    assert f"'{name}' knows no word of 'sea'" in said or f"'{name}' cannot be loaded" in said
+
+
+def test_an_encoder_that_does_not_fit(condition: Condition, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(transformers.T5EncoderModel, "to", full)
+    assert refused(lambda: encode(["a"], condition)).endswith("does not fit on cpu; pass --text.device cpu")
+
+
 def test_an_absent_encoder(condition: Condition, tmp_path: Path) -> None:
     for name in (str(tmp_path / "none"), "nobody/nothing"):
         said = refused(lambda name=name: encode(["a"], condition, TextConfig(encoder=name)))
-        assert said.startswith(f"text encoder '{name}' cannot be loaded (") and said.endswith("or a Hub id")
+        assert said.startswith(f"text encoder '{name}' cannot be loaded (") and said.endswith("whole one, or a Hub id")
 
 
 def test_missing_packages_are_said_with_the_remedy(condition: Condition, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +202,10 @@ def test_settings_that_contradict_or_cannot_be(condition: Condition) -> None:
 def test_cleaning_is_as_the_model_was_trained(condition: Condition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "clean_caption", str.lower)
     monkeypatch.setattr(prompts, "check_packages", lambda clean: None)
-    small, as_is = encode(["a red bird"], condition).text, encode(["A Red Bird"], condition)
+    small, as_is = encode(["a red bird"], condition).text, encode(["A red BIRD"], condition)
     assert Condition().clean and not torch.equal(as_is.text, small)
-    cleaned = encode(["A Red Bird"], condition, TextConfig(clean=True))
-    assert torch.equal(cleaned.text, small) and cleaned.prompts == ["A Red Bird"] and cleaned.about["clean"]
+    cleaned = encode(["A red BIRD"], condition, TextConfig(clean=True))
+    assert torch.equal(cleaned.text, small) and cleaned.prompts == ["A red BIRD"] and cleaned.about["clean"]
     monkeypatch.setattr(prompts, "clean_caption", lambda caption: "")
     said = refused(lambda: encode(["http://a.com"], condition, TextConfig(clean=True)))
     assert said.startswith("prompt 'http://a.com' is empty once cleaned")

@@ -7,10 +7,11 @@ ready in a safetensors file. What cleaning, encoder, length and width a model wa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -111,23 +112,39 @@ def encode(
         if not sentence:
             raise UserError(f"prompt '{prompt}' is empty once cleaned; say it in words, or pass --text.clean False")
     name = config.encoder or condition.encoder
-    tokenizer, model = _load(name, condition.channels)
-    model = model.to(device, DTYPES[precision]).eval()
-    found = {p: _encode_one(s, tokenizer, model, condition.tokens) for p, s in sentences.items()}
-    broken = [p for p, (row, _) in found.items() if not torch.isfinite(row).all()]
+    with _loading(name):
+        tokenizer = _tokenizer(name, condition.channels)
+    ids = {p: _ids(s, tokenizer, condition.tokens, name) for p, s in sentences.items()}
+    with _loading(name):
+        model = _model(name, device, DTYPES[precision])
+    found = {p: _features(row, model) for p, (row, _) in ids.items()}
+    broken = [p for p, row in found.items() if not torch.isfinite(row).all()]
     if broken:
         raise UserError(f"text encoder '{name}' gives values for '{broken[0]}' that are not finite in {precision}")
     about = {"encoder": name, "clean": clean, "device": device.type, "precision": precision}
-    text, mask = (torch.stack(x) for x in zip(*(_padded(found[p][0], condition.tokens) for p in prompts), strict=True))
-    return Features(text, mask, list(prompts), [p for p, (_, cut) in found.items() if cut], about)
+    text, mask = (torch.stack(x) for x in zip(*(_padded(found[p], condition.tokens) for p in prompts), strict=True))
+    return Features(text, mask, list(prompts), [p for p, (_, cut) in ids.items() if cut], about)
+
+
+def _ids(sentence: str, tokenizer: Any, tokens: int, name: str) -> tuple[list[int], bool]:
+    """(ids of a sentence, at most `tokens` with the end-of-sequence one; was it cut?)."""
+    whole: list[int] = tokenizer(sentence, verbose=False)["input_ids"]
+    if not tokenizer.decode(whole, skip_special_tokens=True).strip():  # as of one whose files are missing
+        raise UserError(
+            f"the tokenizer of '{name}' knows no word of '{sentence}'; say it in others, or copy the encoder again"
+        )
+    return tokenizer(sentence, max_length=tokens, truncation=True)["input_ids"], len(whole) > tokens
 
 
 @torch.no_grad()  # not inference mode: training may take the features
-def _encode_one(sentence: str, tokenizer: Any, model: Any, tokens: int) -> tuple[Tensor, bool]:
-    """(features [n, C] float32 on the CPU, n <= tokens; was the sentence cut?), the end-of-sequence token included."""
-    ids = tokenizer(sentence, max_length=tokens, truncation=True, return_tensors="pt")["input_ids"].to(model.device)
-    cut = len(tokenizer(sentence, verbose=False)["input_ids"]) > tokens
-    return model(input_ids=ids).last_hidden_state[0].float().cpu(), cut
+def _features(ids: list[int], model: Any) -> Tensor:
+    """Features [n, C] of n ids, float32 on the CPU."""
+    if max(ids) >= model.config.vocab_size:
+        raise UserError(
+            f"text encoder '{model.name_or_path}' has {model.config.vocab_size} tokens, its tokenizer names number "
+            f"{max(ids)}; put those together that belong together"
+        )
+    return model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0].float().cpu()
 
 
 def _padded(row: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -136,30 +153,47 @@ def _padded(row: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return F.pad(row, (0, 0, empty, 0)), torch.arange(tokens) >= empty
 
 
-def _load(name: str, channels: int) -> tuple[Any, Any]:
-    """Tokenizer and encoder; the small files are checked before the large one is fetched."""
-    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel
+def _tokenizer(name: str, channels: int) -> Any:
+    """The tokenizer of a T5 whose features have that width; reads small files only."""
+    from transformers import AutoConfig, AutoTokenizer
 
-    try:
-        shape = AutoConfig.from_pretrained(name)
-        if shape.model_type != "t5":
-            raise UserError(f"text encoder '{name}' is a model of kind {shape.model_type}; a T5 is needed")
-        if shape.d_model != channels:
-            raise UserError(
-                f"text encoder '{name}' gives features of width {shape.d_model}, the model reads {channels}; pass the "
-                "encoder that it was trained with"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        loaded: Any = T5EncoderModel.from_pretrained(name, output_loading_info=True)
-    except UserError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"text encoder '{name}' cannot be loaded ({reason}); pass a directory or a Hub id") from None
+    shape = AutoConfig.from_pretrained(name)
+    if shape.model_type != "t5":
+        raise UserError(f"text encoder '{name}' is a model of kind {shape.model_type}; a T5 is needed")
+    if shape.d_model != channels:
+        raise UserError(
+            f"text encoder '{name}' gives features of width {shape.d_model}, the model reads {channels}; pass the "
+            "encoder that it was trained with"
+        )
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The encoder in eval mode."""
+    from transformers import T5EncoderModel
+
+    loaded: Any = T5EncoderModel.from_pretrained(name, output_loading_info=True)
     model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
     if missing:
         raise UserError(f"text encoder '{name}' lacks {len(missing)} weights, such as {missing[0]}; copy it again")
-    return tokenizer, model
+    try:
+        return model.to(device, dtype).eval()
+    except torch.OutOfMemoryError:
+        raise UserError(f"text encoder '{name}' does not fit on {device}; pass --text.device cpu") from None
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Whatever transformers raises for absent or damaged files becomes one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise UserError(
+            f"text encoder '{name}' cannot be loaded ({reason}); pass the directory of a whole one, or a Hub id"
+        ) from None
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
