@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from sample_program import refused, run, settings_of
 
 import visgen
 from visgen import prompts
-from visgen.config import UserError
+from visgen.config import UserError, load
+from visgen.convert import llamagen
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator
-from visgen.sample import _stem, main
+from visgen.sample import SampleConfig, _stem, main
 
 WORDS = ["A red bird", "sea", "the red bird on the sea a bird"]  # 4, 2 and all 6 slots, the last one cut
 
@@ -248,3 +250,18 @@ def test_fp16_is_no_precision_of_an_encoder(
 ) -> None:
     given = ["--checkpoint", str(text_checkpoint_dir), "--out", str(tmp_path), "--prompt", "sea"]
     assert "fp16" in refused(capsys, *given, "--text.precision", "fp16")
+
+
+def test_the_documented_commands_are_understood() -> None:
+    lines = (Path(__file__).parents[1] / "docs" / "llamagen.md").read_text().splitlines()
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("python ")]
+    for command in commands:
+        if command[0] == "sample.py":
+            settings = load(SampleConfig, command[1:])
+            assert settings.checkpoint and (settings.label or settings.prompt or settings.text.features)
+        else:
+            assert command[:3] == ["-m", "visgen.convert", "llamagen"]
+            source, out, *options = command[3:]
+            found = load(llamagen.Config, ["--source", source, "--out", out, *options])
+            assert llamagen.resolution(Path(source).name, found.resolution) in (256, 384) and found.tokenizer
+    assert len(commands) == 5
