@@ -19,8 +19,9 @@ from visgen import evaluate as ev
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig, load
+from visgen.generate import Generator, SamplingConfig
 from visgen.launch import writable
+from visgen.loading import load
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report, table

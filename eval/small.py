@@ -25,8 +25,9 @@ from visgen import small_set as small
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig, load
+from visgen.generate import Generator, SamplingConfig
 from visgen.launch import writable
+from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.neighbours import histograms, nearest, suspects

@@ -59,7 +59,8 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Model]:
-    """Builds a tiny class-conditional AR model in eval mode, with random weights in its head too."""
+    """Builds a tiny AR model in eval mode, class-conditional unless `condition` says another kind, with random weights
+    in its head too."""
 
     def make(
         grid: tuple[int, int, int] = (1, 4, 4),
@@ -71,11 +72,14 @@ def make_model() -> Callable[..., Model]:
         **backbone: Any,
     ) -> Model:
         small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
+        asked = {"kind": "label", **(condition or {})}
+        if asked["kind"] == "label":
+            asked.setdefault("classes", classes)
         config = ModelConfig(
             grid=grid,
             vocab=vocab,
             backbone=plugin_config("visgen.backbones", "ar", **{**small, **backbone}),
-            condition=plugin_config("visgen.conditions", "label", **{"classes": classes, **(condition or {})}),
+            condition=plugin_config("visgen.conditions", **asked),
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -102,6 +106,46 @@ def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.Te
         facts = {"step": step, "classes": json.dumps(["Ankle boot", "bag", "Coat"])}
         checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
         (folder / checkpoint.META).write_text(json.dumps({"step": step}))
+    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+    return run
+
+
+@pytest.fixture(scope="session")
+def text_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random T5 encoder of width 16 with a tokenizer of a few words."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("t5")
+    words = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "bird", "on", "the", "sea"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.T5Config(vocab_size=9, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+        transformers.T5EncoderModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint_dir(
+    make_model: Callable[..., Model], text_encoder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run directory like `checkpoint_dir`, of a model that reads 6 slots of `text_encoder`'s, uncleaned."""
+    run = tmp_path_factory.mktemp("runs") / "text"
+    tokenizer_config = small_config("tokenizers", "conv_vq")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokenizer = build(tokenizer_config).eval()
+    folder = run / checkpoint.step_name(3)
+    folder.mkdir(parents=True)
+    asked = {"kind": "text", "tokens": 6, "channels": 16, "encoder": str(text_encoder), "clean": False}
+    model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, condition=asked)
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata={"step": 3})
+    (folder / checkpoint.META).write_text(json.dumps({"step": 3}))
     checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
     return run
 

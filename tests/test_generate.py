@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig, Generator, SamplingConfig, stream
 from visgen.metrics.images import to_uint8
-from visgen.model import Model
 from visgen.samplers.ar import AR, Config
 
 N, SIDE, SIZE = 64, 8, 16
@@ -73,17 +71,6 @@ def test_many_classes_are_not_all_listed(generator: Generator, monkeypatch: pyte
     assert refused(lambda: generator.label("x")).endswith(
         "knows " + ", ".join(generator.classes[:20]) + ", ... (21 in all)"
     )
-
-
-def test_a_model_of_texts_says_what_it_takes(make_model: Callable[..., Any], generator: Generator) -> None:
-    text = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
-    config = replace(make_model(grid=(1, 8, 8)).config, condition=text)
-    told = Generator(Model(config), generator.tokenizer, EngineConfig(device="cpu"), ["bag"])
-    for call in (lambda: told.label("bag"), lambda: told.sample([0]), lambda: told.class_count):
-        message = refused(call)
-        assert message.startswith("this model is conditioned on text, not on class labels: it needs text features")
-        assert "`visgen.load(...).model`" in message
-    assert told.model.condition({"text": torch.zeros(1, 3, 8)}).vectors.shape[1] == 3
 
 
 def test_a_checkpoint_without_names_says_so(make_model: Callable[..., Any], generator: Generator) -> None:

@@ -15,7 +15,7 @@ __all__ = ["__version__", "load"]
 
 
 def load(source: str, **options: Any) -> Generator:
-    """A run directory, one of its steps, or a Hugging Face Hub id -> something that samples; see `visgen.generate`."""
-    from visgen.generate import load
+    """A run directory, one of its steps, or a Hugging Face Hub id -> something that samples; see `visgen.loading`."""
+    from visgen.loading import load
 
     return load(source, **options)

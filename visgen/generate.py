@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 import reprlib
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,23 +16,15 @@ from PIL import Image
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checkpoint import (
-    TOKENIZER,
-    WEIGHTS,
-    Step,
-    find_step,
-    load_model,
-    load_tokenizer,
-    read_metadata,
-    tokenizer_hash,
-)
 from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
+from visgen.launch import device_of
 from visgen.metrics.images import to_uint8
 from visgen.model import Model
+from visgen.prompts import Features, TextConfig, check_prompts, encode
 from visgen.samplers import Sampler
 from visgen.tokenizers import Tokenizer
 
@@ -63,13 +53,7 @@ class EngineConfig:
 
     def resolve(self) -> tuple[torch.device, torch.dtype]:
         """The device and dtype that "auto" stands for here."""
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise UserError(f"engine.device '{name}' is no torch device: {str(error).splitlines()[0]}") from None
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"engine.device '{name}': this machine shows no CUDA GPU; use --engine.device cpu")
+        device = device_of(self.device, "engine.device")
         precision = self.precision
         if precision == "auto":
             precision = "bf16" if device.type == "cuda" else "fp32"
@@ -109,9 +93,11 @@ class Images:
     Attributes:
         pixels: uint8 [B, 3, H, W] on the CPU.
         tokens: [B, N] on the CPU.
-        labels, seeds: of every image.
+        labels: of every image, none where they were drawn from prompts.
+        seeds: of every image.
         nfe: backbone evaluations of the batch.
         seconds: wall time of decoding tokens and pixels.
+        prompts: of every image, none where they were drawn from labels.
     """
 
     pixels: Tensor
@@ -120,6 +106,7 @@ class Images:
     seeds: list[int]
     nfe: int
     seconds: float
+    prompts: list[str] = field(default_factory=list)
 
     def pil(self) -> list[Image.Image]:
         """The images as PIL images."""
@@ -151,17 +138,26 @@ class Generator:
         self.meta = meta or {}
         self._engine: tuple[Any, Engine] | None = None  # the last one with its settings: it may hold a captured graph
 
+    def check_asked(self, kind: str) -> None:
+        """Raises `UserError` unless the model is conditioned on `kind`, which is "label" or "text"."""
+        found = configs.kind_of(self.model.config.condition)
+        if found == kind:
+            return
+        if found == "text":
+            raise UserError(
+                "this model is conditioned on text, not on class labels: give it prompts, as `sample.py --prompt TEXT` "
+                "or `sample(prompts=[TEXT])`"
+            )
+        raise UserError(
+            "this model is conditioned on class labels, not on text: give it labels, as `sample.py --label` or "
+            f"`sample(labels=[...])`; it knows {self.class_list}"
+        )
+
     @property
     def class_count(self) -> int:
         """Raises `UserError` for a model of another condition than class labels."""
-        condition = self.model.config.condition
-        if not hasattr(condition, "classes"):
-            kind = configs.kind_of(condition)
-            raise UserError(
-                f"this model is conditioned on {kind}, not on class labels: it needs {kind} features, which "
-                "`visgen.load(...).model` takes (its `condition`)"
-            )
-        return condition.classes
+        self.check_asked("label")
+        return self.model.config.condition.classes
 
     @property
     def class_list(self) -> str:
@@ -193,17 +189,26 @@ class Generator:
         if self.model.config.condition.dropout == 0 and guidance.branches > 1:
             raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
 
+    def encode(self, prompts: Sequence[str] | str, text: TextConfig | None = None) -> Features:
+        """Text features of prompts, for as many calls of `sample` as are wanted; see `visgen.prompts.encode`."""
+        self.check_asked("text")
+        given = [prompts] if isinstance(prompts, str) else prompts
+        return encode(given, self.model.config.condition, text, self.device)
+
     def sample(
         self,
-        labels: Sequence[int | str] | int | str,
+        labels: Sequence[int | str] | int | str | None = None,
         seeds: Sequence[int] | None = None,
         guidance: Guidance | float | None = None,
         warp: Warp | None = None,
         sampler: Any = None,
         known: tuple[Tensor, Tensor] | None = None,
         on_step: Any = None,
+        *,
+        prompts: Features | Sequence[str] | str | None = None,
+        text: TextConfig | None = None,
     ) -> Images:
-        """Draws one image per label, in batches of `engine.batch`; image i depends on seed i, not on its batch.
+        """Draws one image per label or prompt, `engine.batch` at once; image i depends on seed i, not on its batch.
 
         Args:
             labels: class ids or names, B of them; or one, for all seeds.
@@ -214,12 +219,15 @@ class Generator:
             known: (pixels [1 or B, 3, H, W] in [-1, 1], mask [1 or B, H, W] bool, true = keep): completion and
                 inpainting. A token is kept when all of its pixels are; in raster order the model looks back only.
             on_step: called as on_step(done, total) over all batches.
+            prompts: of a model of texts instead of labels, B of them; or one, for all seeds; or their features
+                (`encode`, `visgen.prompts.read`).
+            text: how prompts become features.
 
         Raises:
             UserError: a value that is not one of these, or that the model cannot follow.
         """
-        ids, seeds = self._plan(labels, seeds)
-        guidance = _guidance(guidance)
+        ids, wanted, seeds = self._plan(labels, prompts, seeds)
+        guidance, count, size = _guidance(guidance), len(seeds), self.settings.batch
         self.check_guidance(guidance)
         if warp is not None and not isinstance(warp, Warp):
             raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
@@ -230,18 +238,22 @@ class Generator:
         if self._engine is None or self._engine[0] != (guidance, warp):
             self._engine = (guidance, warp), self.settings.make(self.model, guidance, warp)
         engine = self._engine[1]
-        pinned = None if known is None else self._known_tokens(*known, len(ids))
-        size = self.settings.batch
+        pinned = None if known is None else self._known_tokens(*known, count)
+        features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         parts: list[Images] = []
-        for start in range(0, len(ids), size):
+        for start in range(0, count, size):
             part = slice(start, start + size)
             chosen = None if pinned is None else (pinned[0][part], pinned[1][part])
 
             def progress(done: int, total: int, start: int = start) -> None:
                 if on_step is not None:
-                    on_step(start // size * total + done, -(-len(ids) // size) * total)
+                    on_step(start // size * total + done, -(-count // size) * total)
 
-            parts.append(self._batch(engine, built, ids[part], seeds[part], chosen, progress))
+            if features is None:
+                batch = {"label": torch.tensor(ids[part], device=self.device)}
+            else:
+                batch = features.rows(range(count)[part]).batch(self.device)
+            parts.append(self._batch(engine, built, batch, seeds[part], chosen, progress))
         return Images(
             torch.cat([p.pixels for p in parts]),
             torch.cat([p.tokens for p in parts]),
@@ -249,12 +261,13 @@ class Generator:
             seeds,
             sum(p.nfe for p in parts),
             sum(p.seconds for p in parts),
+            [] if features is None else features.prompts,
         )
 
     def _plan(
-        self, labels: Sequence[int | str] | int | str, seeds: Sequence[int] | None
-    ) -> tuple[list[int], list[int]]:
-        """Class id and seed of every image."""
+        self, labels: Any, prompts: Any, seeds: Sequence[int] | None
+    ) -> tuple[list[int], list[str] | Features | None, list[int]]:
+        """(class ids or none, prompts or their features or none, seeds) of the images."""
         try:
             numbers = None if seeds is None else [operator.index(s) for s in seeds]
         except TypeError:
@@ -263,37 +276,44 @@ class Generator:
             ) from None
         for seed in numbers or ():
             check_seed(seed)
-        if isinstance(labels, str) or not hasattr(labels, "__iter__") or getattr(labels, "ndim", 1) == 0:
-            labels = [labels] * (1 if numbers is None else len(numbers))  # type: ignore[list-item]
-        ids = [self.label(x) for x in labels]
-        numbers = list(range(len(ids))) if numbers is None else numbers
-        if not ids or len(numbers) != len(ids):
+        if labels is not None and prompts is not None:
+            raise UserError("labels and prompts are both given; a model reads one of them, leave the other out")
+        self.check_asked("label" if prompts is None else "text")
+        what, asked = ("label", labels) if prompts is None else ("prompt", prompts)
+        if not isinstance(asked, Features):
+            single = isinstance(asked, str) or not hasattr(asked, "__iter__") or getattr(asked, "ndim", 1) == 0
+            asked = [asked] * (1 if numbers is None else len(numbers)) if single else list(asked)
+        numbers = list(range(len(asked))) if numbers is None else numbers
+        ids: list[int] = [] if prompts is not None else [self.label(x) for x in asked]
+        if isinstance(asked, list) and prompts is not None:
+            check_prompts(asked)
+        if not len(asked) or len(numbers) != len(asked):
             raise UserError(
-                f"{len(ids)} labels and {len(numbers)} seeds; give at least one label, and one seed per label"
+                f"{len(asked)} {what}s and {len(numbers)} seeds; give at least one {what}, and one seed per {what}"
             )
-        return ids, numbers
+        return ids, None if prompts is None else asked, numbers
 
     @torch.inference_mode()
     def _batch(
         self,
         engine: Engine,
         sampler: Sampler,
-        labels: list[int],
+        batch: dict[str, Tensor],
         seeds: list[int],
         known: tuple[Tensor, Tensor] | None,
         progress: Any,
     ) -> Images:
         start = time.perf_counter()
         try:
-            engine.begin({"label": torch.tensor(labels, device=self.device)}, known)
+            engine.begin(batch, known)
             generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
             pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{len(labels)} images at once do not fit the memory of {self.device}; lower --engine.batch"
+                f"{len(seeds)} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
         seconds = time.perf_counter() - start
-        return Images(pixels, generation.tokens.cpu(), labels, seeds, generation.nfe, seconds)
+        return Images(pixels, generation.tokens.cpu(), [], seeds, generation.nfe, seconds)
 
     @torch.inference_mode()
     def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
@@ -320,54 +340,6 @@ class Generator:
         return tokens.expand(images, -1), keep.expand(images, -1)
 
 
-def load(source: str | Path, step: Step = None, engine: EngineConfig | None = None, **options: Any) -> Generator:
-    """Loads a run directory, one of its steps, or a Hugging Face Hub id ("owner/name").
-
-    Args:
-        source: directory with `step_*/model.safetensors` and `tokenizer.safetensors`, or a Hub id of such a tree.
-        step: which step, or "best" (of `loop.keep_best`); default the newest.
-        engine: device, precision, batch; or its fields as keywords (`device="cpu"`).
-
-    Raises:
-        UserError: nothing there, damaged files, or files that do not belong together.
-    """
-    directory = Path(source)
-    if not directory.exists():
-        directory = _from_hub(str(source))
-    found = find_step(directory, step)
-    model = load_model(found)
-    info = read_metadata(found / WEIGHTS)
-    run = found if (found / TOKENIZER).is_file() else found.parent
-    if not (run / TOKENIZER).is_file():
-        raise UserError(f"{run}: {TOKENIZER} is missing; copy the tokenizer of that training run beside the steps")
-    tokenizer = load_tokenizer(run / TOKENIZER)
-    model.check_tokenizer(tokenizer, str(run / TOKENIZER))
-    wanted, given = info.get("tokenizer"), tokenizer_hash(tokenizer)
-    if wanted and wanted != given:  # files from before this entry have none
-        raise UserError(
-            f"{run / TOKENIZER} ({given[:12]}) is not the tokenizer that {found} was trained on ({wanted[:12]}), "
-            "so its images would be noise; copy that one here, as it lies beside the training run"
-        )
-    _check_config(run / "config.yaml")
-    meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
-    meta |= {"tokenizer": given[:12]}
-    classes = json.loads(info.get("classes", "[]"))
-    return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
-
-
-def _check_config(path: Path) -> None:
-    """Refuses a damaged config of a training run: sampling does not need it, but its damage is not to be hidden."""
-    if not path.is_file():
-        return
-    remedy = "copy it again, or remove it, for sampling does not need it"
-    try:
-        values = configs.read_yaml(path)
-    except UserError as error:
-        raise UserError(f"{error}; {remedy}") from None
-    if not values:
-        raise UserError(f"config {path} is empty; {remedy}")
-
-
 def _guidance(given: Guidance | float | None) -> Guidance:
     if isinstance(given, Guidance):
         return given
@@ -378,37 +350,29 @@ def _guidance(given: Guidance | float | None) -> Guidance:
     return Guidance(scale)
 
 
-def _from_hub(name: str) -> Path:
-    parts = name.split("/")
-    if len(parts) != 2 or name.startswith((".", "/", "~")) or not all(parts):
-        raise UserError(f"checkpoint '{name}' is neither a directory nor a Hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(snapshot_download(name))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:  # not found, no such name, offline
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"checkpoint '{name}' is no local directory, and the Hub did not give it: {reason}") from None
-
-
 def stream(
     generator: Generator,
     plan: Iterable[tuple[int, int]],
     settings: SamplingConfig,
     known: tuple[Tensor, Tensor] | None = None,
     on_step: Any = None,
+    features: Features | None = None,
 ) -> Iterator[Images]:
     """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many. Reads it as it goes.
 
     Args:
         known: as for `Generator.sample`, one picture and one mask for all.
         on_step: called as on_step(done, total) within each batch.
+        features: of a model of texts; the plan then has (row of them, seed) pairs.
     """
     rest = iter(plan)
+    rules = (settings.guidance, settings.warp, settings.sampler, known, on_step)
     while part := list(islice(rest, settings.engine.batch)):
-        labels, seeds = [p[0] for p in part], [p[1] for p in part]
-        yield generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler, known, on_step)
+        asked, seeds = [p[0] for p in part], [p[1] for p in part]
+        if features is None:
+            yield generator.sample(asked, seeds, *rules)
+        else:
+            yield generator.sample(None, seeds, *rules, prompts=features.rows(asked))
 
 
 def check_seed(seed: int) -> None:

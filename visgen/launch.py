@@ -21,6 +21,24 @@ def on_cpu(told: bool = False) -> bool:
     return told or not torch.cuda.is_available() or bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
+def device_of(name: str, flag: str) -> torch.device:
+    """The torch device that `name` means; "auto" takes a GPU when there is one.
+
+    Args:
+        flag: what the user calls it, such as `engine.device`.
+
+    Raises:
+        UserError: no such device, or no GPU here.
+    """
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise UserError(f"{flag} '{name}' is no torch device: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{flag} '{name}': this machine shows no CUDA GPU; use --{flag} cpu")
+    return device
+
+
 def cpus() -> int:
     """How many CPUs this process may use; more data-reading processes than these only slow it down."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

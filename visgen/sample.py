@@ -27,11 +27,13 @@ from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
-from visgen.generate import Generator, Images, SamplingConfig, check_seed, load, stream
+from visgen.generate import Generator, Images, SamplingConfig, check_seed, stream
 from visgen.launch import writable
+from visgen.loading import load
+from visgen.prompts import Features, TextConfig, check_prompts, read
 
 GRID = 256  # images that `grid.png` shows at most
-NAME = r"\d{4,}_\d{6,}\.png"  # of a single image: LABEL_SEED.png
+NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})_\d{6,}\.png"  # of a single image: LABEL_SEED.png or PROMPT-HASH_SEED.png
 KEPT = 128  # the brightness from which a mask keeps a pixel
 ELONGATED = 100  # a known picture of more than this ratio is refused: its square crop would show next to nothing
 
@@ -57,16 +59,20 @@ class SampleConfig(SamplingConfig):
         checkpoint: run directory, step directory or Hub id.
         step: which step of the run, or `best`; default the newest.
         label: class ids or names; default: all classes of the checkpoint, at most 8; a known image needs it given.
-        num: images of each label.
+        prompt: texts, of a checkpoint that is conditioned on them.
+        text: how prompts become features.
+        num: images of each label or prompt.
         seed: image i of a call has seed `seed + i`.
         known: completion and inpainting.
-        out: directory of one PNG per image, LABEL_SEED.png, and of `grid.png` with the first of them. Images of other
-            labels and seeds stay there.
+        out: directory of one PNG per image, LABEL_SEED.png or PROMPT-HASH_SEED.png, and of `grid.png` with the first of
+            them. Images of other labels, prompts and seeds stay there.
     """
 
     checkpoint: str = ""
     step: Step = None
     label: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = ()
+    text: TextConfig = field(default_factory=TextConfig)
     num: Positive = 4
     seed: Seed = 0
     known: KnownConfig = field(default_factory=KnownConfig)
@@ -82,15 +88,41 @@ def _main(argv: Sequence[str]) -> None:
     settings = configs.load(SampleConfig, argv, prog="sample.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
+    _check_asked(settings)
     pictures = _read_known(settings.known)
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
-    labels = _labels(generator, settings)
-    side, total = generator.tokenizer.image_size[0], len(labels) * settings.num
+    generator.check_guidance(settings.guidance)
+    features = _ready_features(generator, settings)
+    labels = [] if features or settings.prompt else _labels(generator, settings)
+    rows = len(features or settings.prompt or labels)
+    side, total = generator.tokenizer.image_size[0], rows * settings.num
     _check_room(out, total, side)
     check_seed(settings.seed + total - 1)
     known = pictures and _known_pixels(*pictures, side)
-    print(draw(generator, labels, settings, known, out))
+    if settings.prompt and features is None:
+        features = generator.encode(settings.prompt, settings.text)
+        for prompt in features.cut:
+            print(f"cut to {features.text.shape[1]} tokens: {prompt}", file=sys.stderr)
+    print(draw(generator, features or labels, settings, known, out))
+
+
+def _check_asked(settings: SampleConfig) -> None:
+    """Refuses what no checkpoint can be asked."""
+    if settings.label and (settings.prompt or settings.text.features):
+        raise UserError("--label is given beside a text; a checkpoint reads one of them, leave the other out")
+    if settings.text != TextConfig() and not (settings.prompt or settings.text.features):
+        raise UserError("--text says how prompts become features: give --prompt TEXT, or --text.features FILE")
+    check_prompts(settings.prompt)
+
+
+def _ready_features(generator: Generator, settings: SampleConfig) -> Features | None:
+    """The features of a file, None where none is given; refuses prompts to a model of labels."""
+    if settings.prompt or settings.text.features:
+        generator.check_asked("text")
+    if settings.text.features is None:
+        return None
+    return read(settings.text.features, generator.model.config.condition, settings.prompt)
 
 
 def _labels(generator: Generator, settings: SampleConfig) -> list[int]:
@@ -112,25 +144,27 @@ def _check_room(out: Path, total: int, side: int) -> None:
 
 def draw(
     generator: Generator,
-    labels: Sequence[int],
+    asked: Sequence[int] | Features,
     settings: SampleConfig,
     known: tuple[Tensor, Tensor] | None,
     out: Path,
 ) -> str:
-    """Draws `settings.num` images of each label into `out`; returns a line about it.
+    """Draws `settings.num` images of each label or row of features into `out`; returns a line about it.
 
     Single images are written batch by batch, so an interruption keeps what is done; the grid comes at the end.
     """
-    num, total = settings.num, len(labels) * settings.num
-    about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(labels), num)
+    num, total = settings.num, len(asked) * settings.num
+    features, rows = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
+    about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(asked), num)
+    about |= {"text": features.about} if features is not None else {}
     batches, nfe, seconds = 0, 0, 0.0
 
     def progress(done: int, of: int) -> None:
         step(batches * of + done, -(-total // settings.engine.batch) * of)
 
     with Progress("sampling") as step:
-        plan = ((labels[i // num], settings.seed + i) for i in range(total))
-        for images in stream(generator, plan, settings, known, progress):
+        plan = ((rows[i // num], settings.seed + i) for i in range(total))
+        for images in stream(generator, plan, settings, known, progress, features):
             save(images, out, about)
             sheet.add(images)
             batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
@@ -161,32 +195,45 @@ def _describe_known(known: KnownConfig) -> dict[str, Any]:
 
 
 def save(images: Images, out: Path, settings: dict[str, Any]) -> None:
-    """Writes each image as `LABEL_SEED.png`."""
-    for picture, label, seed in zip(images.pil(), images.labels, images.seeds, strict=True):
-        _save_png(picture, out / f"{label:04d}_{seed:06d}.png", {"label": label, "seed": seed, **settings})
+    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`."""
+    for picture, asked, seed in zip(images.pil(), asked_of(images), images.seeds, strict=True):
+        _save_png(picture, out / f"{_stem(*asked.values())}_{seed:06d}.png", {**asked, "seed": seed, **settings})
+
+
+def asked_of(images: Images) -> list[dict[str, Any]]:
+    """{"label": id} or {"prompt": text} of every image."""
+    return [{"prompt": p} for p in images.prompts] or [{"label": label} for label in images.labels]
+
+
+def _stem(asked: int | str) -> str:
+    """The label; or the beginning of the prompt and a hash of it all, so that each prompt has names of its own."""
+    if isinstance(asked, int):
+        return f"{asked:04d}"
+    words = re.sub(r"[^a-z0-9]+", "-", asked.lower())[:40].strip("-") or "prompt"
+    return f"{words}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
 
 
 class Sheet:
-    """`grid.png`: the first images of each label, at most `GRID` in all; a row per label if there are several of both.
+    """`grid.png`: the first images of each label or prompt, at most `GRID` in all; a row for each if there are several.
 
     Args:
-        labels, num: how many labels are drawn, and images of each, in this order.
+        rows, num: how many labels or prompts are drawn, and images of each, in this order.
     """
 
-    def __init__(self, labels: int, num: int) -> None:
+    def __init__(self, rows: int, num: int) -> None:
         self.num, self.seen = num, 0
-        self.rows, self.columns = min(labels, GRID), min(num, max(1, GRID // labels))
+        self.rows, self.columns = min(rows, GRID), min(num, max(1, GRID // rows))
         self.pixels: list[Tensor] = []
-        self.labels: list[int] = []
+        self.asked: list[dict[str, Any]] = []
         self.seeds: list[int] = []
 
     def add(self, images: Images) -> None:
         """Takes what it shows of the next images."""
-        for pixels, label, seed in zip(images.pixels, images.labels, images.seeds, strict=True):
+        for pixels, asked, seed in zip(images.pixels, asked_of(images), images.seeds, strict=True):
             row, column = divmod(self.seen, self.num)
             if row < self.rows and column < self.columns:
                 self.pixels.append(pixels.clone())  # a view would keep its whole batch
-                self.labels.append(label)
+                self.asked.append(asked)
                 self.seeds.append(seed)
             self.seen += 1
 
@@ -194,7 +241,8 @@ class Sheet:
         count = len(self.pixels)
         columns = self.columns if min(self.rows, self.columns) > 1 else max(min(count, 8), math.isqrt(count))
         picture = Image.fromarray(grid(torch.stack(self.pixels), columns))
-        _save_png(picture, path, {"labels": self.labels, "seeds": self.seeds, **settings})
+        asked = {f"{kind}s": [a[kind] for a in self.asked] for kind in self.asked[0]}
+        _save_png(picture, path, {**asked, "seeds": self.seeds, **settings})
 
 
 def _save_png(picture: Image.Image, path: Path, settings: dict[str, Any]) -> None:

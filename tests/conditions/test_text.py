@@ -1,14 +1,11 @@
-"""Text condition: padding on the left, masks that the null half keeps, prompts through a T5."""
+"""Text condition: padding on the left, masks that the null half keeps."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from visgen.conditions.text import Config, Text, encode_prompts, left_pad
+from visgen.conditions.text import Config, Text, left_pad
 from visgen.config import UserError, plugin_config
 from visgen.model import Model, ModelConfig
 
@@ -89,54 +86,11 @@ def test_features_of_another_encoder_are_refused() -> None:
         text()({"text": torch.zeros(1, 4, 6), "text_mask": torch.ones(1, 3)})
 
 
+def test_data_without_texts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"no `text` features \(tokens, label only\), on which this model"):
+        text()({"tokens": torch.zeros(1, 4), "label": torch.zeros(1)})
+
+
 def test_half_precision_weights_take_float_features() -> None:
     vectors = text().bfloat16()({"text": torch.randn(1, 4, 6)}, torch.tensor([True])).vectors
     assert vectors.dtype == torch.bfloat16
-
-
-# ------------------------------------------------------------------------------------------------------- prompts
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random T5 encoder of width 16 with a tokenizer of a few words."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path_factory.mktemp("t5")
-    words = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "bird", "on", "the", "sea"])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(path)
-    torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=9, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-    transformers.T5EncoderModel(config).save_pretrained(path)
-    return path
-
-
-def test_prompts_become_left_padded_features(encoder: Path) -> None:
-    features, mask = encode_prompts(["a red bird", "sea"], str(encoder), tokens=6)
-    assert features.shape == (2, 6, 16) and features.dtype == torch.float32
-    assert mask.sum(1).tolist() == [4, 2] and mask[:, -2:].all(), "words and end of sequence, at the right end"
-    assert features[~mask].abs().sum() == 0 and (features[mask].abs().sum(-1) > 0).all()
-    alone, _ = encode_prompts(["sea"], str(encoder), tokens=3)
-    assert torch.allclose(alone[0, -2:], features[1, -2:], atol=1e-5), "neither company nor padding matters"
-    cut, whole = encode_prompts(["a red bird on the sea"], str(encoder), tokens=3)
-    assert cut.shape == (1, 3, 16) and whole.all()
-    prefix = Text(Config(tokens=6, channels=16), 8)({"text": features, "text_mask": mask})
-    assert prefix.vectors.shape == (2, 6, 8)
-
-
-def test_an_absent_encoder_is_one_clear_error(encoder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"text encoder '.*none' cannot be loaded"):
-        encode_prompts(["a"], str(tmp_path / "none"))
-    with pytest.raises(UserError, match="overflows in fp16"):
-        encode_prompts(["a"], str(encoder), dtype=torch.float16)
-
-
-def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"needs transformers; install it with `pip install 'visgen\[text\]'`"):
-        encode_prompts(["a"], "google/flan-t5-xl")

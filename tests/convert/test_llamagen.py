@@ -18,16 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import visgen
+from visgen import prompts
 from visgen.checkpoint import load_model, load_tokenizer, read_metadata
 from visgen.config import UserError, build, plugin_config
 from visgen.convert import llamagen
 from visgen.convert.__main__ import main
-from visgen.decode.engine import Engine
-from visgen.decode.guidance import Guidance
-from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
-from visgen.samplers.ar import AR
-from visgen.samplers.ar import Config as ARConfig
 
 DATA = Path(__file__).parents[1] / "data"
 State = dict[str, Tensor]
@@ -76,16 +72,26 @@ def test_a_converted_class_model_samples_the_recorded_tokens(files: Path, scale:
 @pytest.mark.parametrize("scale", [1, 3])
 def test_a_converted_text_model_samples_the_recorded_tokens(files: Path, scale: int) -> None:
     _, tensors = recorded("t2i")
+    convert(files / "t2i.pt", files / "run", tokenizer=str(files / "vq_ds4.pt"), resolution=16, heads=4)
+    text, mask = tensors["in.text"], tensors["in.text_mask"].bool()
+    rows = [torch.cat([t[m], t[~m]]) for t, m in zip(text, mask, strict=True)]  # padded behind, as an encoder does
+    save_file({"text": torch.stack(rows), "mask": mask.flip(1).contiguous()}, files / "captions.safetensors")
+    generator = visgen.load(str(files / "run"), device="cpu", batch=2)
+    features = prompts.read(files / "captions.safetensors", generator.model.config.condition)
+    images = generator.sample(prompts=features, guidance=scale, warp=Warp(temperature=0.0))
+    assert torch.equal(images.tokens, tensors[f"out.greedy_cfg{scale}"])
+    assert images.pixels.shape == (3, 3, 16, 16) and images.prompts == features.prompts and images.labels == []
+
+
+def test_a_converted_text_model_records_what_sampling_needs(files: Path) -> None:
     told = convert(files / "t2i.pt", files / "run", resolution=64, heads=4)
-    assert "t2i GPT, 3 layers, 4 heads, width 64, 64 px = 4 x 4 tokens" in told and "needs --tokenizer" in told
+    assert "t2i GPT, 3 layers, 4 heads, width 64, 64 px = 4 x 4 tokens, 6 slots of text by google/flan-t5-xl" in told
+    assert "sampling needs --tokenizer" in told
     model = load_model(files / "run", grid=(1, 4, 4))
-    assert torch.equal(model.condition.uncond_embedding, tensors["state.cls_embedding.uncond_embedding"].float()), (
-        "the null text is loaded, never drawn"
-    )
-    engine = Engine(model, Guidance(float(scale)), Warp(temperature=0.0))
-    engine.begin({"text": tensors["in.text"], "text_mask": tensors["in.text_mask"].bool()})
-    tokens = engine.run(AR(ARConfig()), Noise(torch.arange(3))).tokens
-    assert torch.equal(tokens, tensors[f"out.greedy_cfg{scale}"])
+    wanted = {"tokens": 6, "channels": 24, "dropout": 0.1, "encoder": "google/flan-t5-xl", "clean": True}
+    assert dataclasses.asdict(model.config.condition) == wanted
+    null = recorded("t2i")[1]["state.cls_embedding.uncond_embedding"].float()
+    assert torch.equal(model.condition.uncond_embedding, null), "the null text is loaded, never drawn"
 
 
 def test_a_converted_tokenizer_gives_the_recorded_ids(tmp_path: Path) -> None:

@@ -270,6 +270,26 @@ def test_preview_draws_all_classes_from_the_seed(tokenizer: FakeTokenizer) -> No
     assert not torch.equal(images, objective.preview(model, {}, seed=4))
 
 
+def test_preview_of_a_model_of_texts_goes_round_those_of_the_batch(tokenizer: FakeTokenizer) -> None:
+    condition = plugin_config("visgen.conditions", "text", tokens=3, channels=8)
+    made = replace(config(tokenizer=Path("runs/vq")).model, condition=condition)
+    objective = NextToken(Config(made, Path("runs/vq"), PreviewConfig(images=5, guidance=Guidance(2.0))))
+    model = randomised(objective)
+    objective.setup(pixels())
+    rows = torch.Generator().manual_seed(0)
+    text, mask = torch.randn(2, 3, 8, generator=rows), torch.tensor([[False, True, True], [True, True, True]])
+    batch: Any = {**batch_of(2), "text": text, "text_mask": mask}
+    drawn = objective.preview(model, batch, seed=3)
+    again = torch.tensor([0, 1, 0, 1, 0])
+    whole = objective.preview(model, {"text": text[again], "text_mask": mask[again]}, seed=3)
+    assert drawn is not None and drawn.shape == (5, 3, 4, 4) and torch.equal(drawn, whole)
+    assert not torch.equal(drawn, objective.preview(model, {**batch, "text": text.flip(0)}, seed=3))
+    loss, _ = objective.loss("model", objective.nets, batch, 0, rng())
+    assert torch.isfinite(loss)
+    with pytest.raises(UserError, match="the batch holds no `text` features"):
+        objective.preview(model, batch_of(2), seed=3)
+
+
 def test_what_is_saved_says_how_to_build_it_again(objective: NextToken) -> None:
     assert objective.exported() is objective.nets["model"].model
     assert objective.exported().config == objective.config.model

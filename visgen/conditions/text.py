@@ -7,7 +7,7 @@ is a stored random buffer, never trained, and keeps the padding of the caption t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,15 @@ class Config:
         tokens: number P of prefix slots.
         channels: width C of the text features.
         dropout: probability that training replaces a sample's text by the null text.
+        encoder: the T5 whose features these are, a directory or Hub id; sampling takes it unless told another.
+        clean: whether captions were cleaned before it (`visgen.prompts.clean_caption`).
     """
 
     tokens: Positive = 120
     channels: Positive = 2048
     dropout: Share = 0.1
+    encoder: str = "google/flan-t5-xl"
+    clean: bool = True
 
 
 class Text(Condition):
@@ -47,6 +51,12 @@ class Text(Condition):
         self.register_buffer("uncond_embedding", torch.randn(config.tokens, config.channels) / config.channels**0.5)
 
     def forward(self, batch: Mapping[str, Any], drop: Tensor | None = None) -> Prefix:
+        if "text" not in batch:
+            raise UserError(
+                f"the batch holds no `text` features ({', '.join(batch) or 'nothing'} only), on which this model is "
+                f"conditioned; give it data with [B, {self.config.tokens}, {self.config.channels}] of them, or labels "
+                "as its condition"
+            )
         text: Tensor = batch["text"]
         mask: Tensor | None = batch.get("text_mask")
         wanted = (self.config.tokens, self.config.channels)
@@ -97,41 +107,3 @@ def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     moved = features.gather(1, order.unsqueeze(-1).expand_as(features))
     mask = mask.gather(1, order)
     return torch.where(mask.unsqueeze(-1), moved, 0), mask
-
-
-@torch.no_grad()  # not inference mode: training may take the features
-def encode_prompts(
-    prompts: Sequence[str],
-    encoder: str,
-    tokens: int = 120,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """Features [B, tokens, C] and mask [B, tokens] of prompts, left-padded as `Text` wants them.
-
-    Args:
-        encoder: directory or Hub id of a T5 with its tokenizer; LlamaGen's is "google/flan-t5-xl".
-        tokens: longer prompts are cut, their end-of-sequence token is kept.
-        dtype: of the encoder; T5 overflows in fp16.
-
-    Raises:
-        UserError: transformers is not installed, or the encoder is not there.
-    """
-    try:
-        from transformers import AutoTokenizer, T5EncoderModel
-    except ImportError:
-        raise UserError("encoding prompts needs transformers; install it with `pip install 'visgen[text]'`") from None
-    if dtype == torch.float16:
-        raise UserError("the text encoder overflows in fp16; use bf16 or fp32")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(encoder)
-        model: Any = T5EncoderModel.from_pretrained(encoder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"text encoder '{encoder}' cannot be loaded ({reason}); pass a directory or a Hub id") from None
-    model = model.to(device, dtype).eval()
-    given = tokenizer(list(prompts), max_length=tokens, padding="max_length", truncation=True, return_tensors="pt").to(
-        device
-    )
-    features = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).last_hidden_state
-    return left_pad(features, given["attention_mask"])

@@ -91,10 +91,13 @@ def convert(config: Config) -> str:
         if beside is not None:
             module.check_tokenizer(beside, f"--tokenizer {config.tokenizer}")
         facts = {"resolution": said, "prefix": module.condition.prefix}
-        backbone = module.config.backbone
+        backbone, condition = module.config.backbone, module.config.condition
+        family, asked = "c2i", f"{getattr(condition, 'classes', 0)} classes"
+        if hasattr(condition, "encoder"):
+            family, asked = "t2i", f"{condition.tokens} slots of text by {condition.encoder}, {condition.channels} wide"
         text = (
-            f"{'c2i' if hasattr(module.config.condition, 'classes') else 't2i'} GPT, {backbone.layers} layers, "
-            f"{backbone.heads} heads, width {backbone.width}, {said} px = {grid[1]} x {grid[2]} tokens"
+            f"{family} GPT, {backbone.layers} layers, {backbone.heads} heads, width {backbone.width}, "
+            f"{said} px = {grid[1]} x {grid[2]} tokens, {asked}"
         )
     _check_finite(module, config.dtype)
     facts = {"step": 0, "origin": "llamagen", "source": path.name, "source_sha256": _sha256(path)} | facts

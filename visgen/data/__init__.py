@@ -27,7 +27,8 @@ class Batch(TypedDict, total=False):
     pixels: Tensor  # [B, T, 3, H, W] float in [-1, 1]; an image is T = 1
     tokens: Tensor  # [B, N] int64 | [B, N, C] float (cached instead of pixels)
     label: Tensor  # [B] int64
-    text: Tensor  # [B, S, Dt] float
+    text: Tensor  # [B, S, Dt] float, left-padded (`conditions.text.left_pad`)
+    text_mask: Tensor  # [B, S] bool, true where a slot of `text` is real
     map: Tensor  # [B, T, 3, H, W] control map
     index: Tensor  # [B] int64, position of the sample in its source
     view: Tensor  # [B] int64, which view of the sample the cached tokens are of; 0 is the plain one

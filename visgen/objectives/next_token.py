@@ -26,7 +26,7 @@ class PreviewConfig:
     """Images drawn during training.
 
     Attributes:
-        images: how many; labels go round the classes.
+        images: how many; labels go round the classes, texts round those of the batch.
         guidance, warp, sampler: how they are drawn.
     """
 
@@ -132,10 +132,13 @@ class NextToken(Objective):
         if tokenizer is None:
             return None
         device = next(model.parameters()).device
-        classes = getattr(self.config.model.condition, "classes", 1)
         index = torch.arange(settings.images, device=device)
         engine = Engine(model, settings.guidance, settings.warp)
-        engine.begin({"label": index % classes})
+        if hasattr(self.config.model.condition, "classes"):
+            engine.begin({"label": index % self.config.model.condition.classes})
+        else:  # only the batch knows what may be asked
+            given: dict[str, Any] = {k: v for k, v in batch.items() if k in ("text", "text_mask")}
+            engine.begin({k: v.to(device)[index % len(v)] for k, v in given.items()})
         tokens = engine.run(configs.build(settings.sampler), Noise(index + seed)).tokens
         return tokenizer.decode(tokens)[:, 0]  # type: ignore[operator]
 
