@@ -1,0 +1,118 @@
+"""How fast a model decodes, against the time in which its memory could be read.
+
+python eval/speed.py --config configs/imagenet256/ar_l.yaml --batches 1 64 --guidance.scale 2
+python eval/speed.py --checkpoint assets/fashion32 --batches 1 16
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from visgen import config as configs
+from visgen import speed
+from visgen.checks import Positive, Range
+from visgen.config import UserError, plugin
+from visgen.decode.guidance import Guidance
+from visgen.decode.warp import Warp
+from visgen.generate import EngineConfig
+from visgen.launch import writable
+from visgen.loading import load
+from visgen.metrics.report import environment
+from visgen.model import Model
+from visgen.train.main import TrainConfig
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Decodes batches of images, without their pixels, and writes OUT/speed.{json,md}.
+
+    Attributes:
+        checkpoint: run directory or Hub id of a class-conditional model.
+        config: in its stead, the YAML of a training run: the model is built with random weights, which decode as fast.
+        batches: batch sizes.
+        repeats: decodes after the first one; their median counts.
+        profile: also write OUT/profile_BATCH.txt, the kernels by time.
+        sampler, guidance, warp: how tokens are drawn.
+        engine: kind, device, precision (its batch is not read).
+        out: directory of the report.
+    """
+
+    checkpoint: str = ""
+    config: Path | None = None
+    batches: Annotated[tuple[Positive, ...], Range(1)] = (1, 64)
+    repeats: Positive = 3
+    profile: bool = False
+    sampler: Any = plugin("visgen.samplers", "ar")
+    guidance: Guidance = field(default_factory=Guidance)
+    warp: Warp = field(default_factory=Warp)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    out: Path = Path("out/eval/speed")
+
+
+def main() -> None:
+    settings = configs.load(SpeedConfig, sys.argv[1:], prog="eval/speed.py")
+    out = writable(settings.out, "--out")
+    device, dtype = settings.engine.resolve()
+    model, weights = build(settings)
+    if not hasattr(model.config.condition, "classes"):
+        raise UserError("eval/speed.py decodes class-conditional models; this one is conditioned on something else")
+    copy = speed.bandwidth(device)
+    rows = []
+    for batch in settings.batches:
+        given = (settings.sampler, settings.guidance, settings.warp)
+        kernels: list[str] | None = [] if settings.profile else None
+        try:
+            rows.append(speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels))
+        except torch.OutOfMemoryError:
+            raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
+        print(speed.table(rows).splitlines()[-1], file=sys.stderr)
+        if kernels:
+            (out / f"profile_{batch}.txt").write_text(kernels[0])
+    facts = {
+        "model": settings.checkpoint or str(settings.config),
+        "weights": weights,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "engine": settings.engine.kind_on(device),
+        "precision": str(dtype).removeprefix("torch."),
+        "copy_bytes_per_s": copy,
+        "command": shlex.join(["python", *sys.argv]),
+        **environment(),
+    }
+    text = (
+        f"{facts['model']} ({facts['parameters']:,} parameters, {weights} weights), {facts['engine']}, "
+        f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s\n\n"
+        f"{speed.table(rows)}\n"
+    )
+    (out / "speed.json").write_text(json.dumps({**facts, "rows": speed.to_dicts(rows)}, indent=1) + "\n")
+    (out / "speed.md").write_text(f"```\n{facts['command']}\n```\n\n{text}")
+    print(text)
+
+
+def build(settings: SpeedConfig) -> tuple[Model, str]:
+    """The model on its device, and whether its weights are "trained" or "random"."""
+    if bool(settings.checkpoint) == (settings.config is not None):
+        raise UserError("one of --checkpoint (a run directory) and --config (the YAML of a training run) is needed")
+    device, dtype = settings.engine.resolve()
+    if settings.checkpoint:
+        return load(settings.checkpoint, engine=settings.engine).model, "trained"
+    objective = configs.load(TrainConfig, [str(settings.config)], prog="eval/speed.py").objective
+    if not hasattr(objective, "model"):
+        raise UserError(
+            f"--config {settings.config} trains no model that decodes; give one of configs/ar or imagenet256"
+        )
+    with torch.device(device):
+        model = Model(objective.model)
+    for parameter in model.parameters():  # a head of zeros would draw from a law that no trained model has
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.02)
+    return model.to(dtype).eval().requires_grad_(False), "random"
+
+
+if __name__ == "__main__":
+    configs.run_program(main)

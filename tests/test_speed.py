@@ -1,0 +1,115 @@
+"""`eval/speed.py`: the floor by hand and by the published sizes, a small run, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from visgen import speed
+from visgen.config import UserError, build, load, run_program
+from visgen.decode.guidance import Guidance
+from visgen.decode.warp import Warp
+from visgen.generate import EngineConfig
+from visgen.model import Model
+from visgen.samplers import ar
+from visgen.train.main import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+MakeModel = Callable[..., Model]
+
+
+def program() -> Any:
+    spec = importlib.util.spec_from_file_location("program_speed", ROOT / "eval" / "speed.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_floor_by_hand(make_model: MakeModel) -> None:
+    model = make_model((1, 1, 3), kv_heads=2)  # 2 layers, head size 8, one prefix slot
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    slot = 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head size, bytes
+    assert speed.floor_bytes(model, 5) == 3 * weights + 5 * slot * (1 + 2 + 3)
+    assert speed.cache_bytes(model, 5) == 5 * slot * 4
+
+
+@pytest.mark.parametrize(("size", "alone", "many"), [("b", 0.020, 0.070), ("l", 0.061, 0.196), ("xl", 0.136, 0.390)])
+def test_the_floor_of_llamagen(size: str, alone: float, many: float) -> None:
+    """Seconds for 256 tokens in bfloat16 at 2.96 TB/s, guidance on, batch 1 and 64."""
+    config = load(TrainConfig, [str(ROOT / f"configs/imagenet256/ar_{size}.yaml")])
+    with torch.device("meta"):
+        model = build_model(config).to(torch.bfloat16)
+    for batch, seconds in ((1, alone), (64, many)):
+        assert speed.floor_bytes(model, 2 * batch) / 2.96e12 == pytest.approx(seconds, rel=0.03)
+
+
+def build_model(config: TrainConfig) -> Model:
+    return build(config.objective).exported()
+
+
+def test_a_measured_batch(make_model: MakeModel) -> None:
+    kernels: list[str] = []
+    given = (EngineConfig(kind="eager", device="cpu"), ar.Config(), Guidance(2.0), Warp())
+    found = speed.measure(make_model((1, 1, 3)), *given, 2, 1e9, repeats=2, kernels=kernels)
+    assert (found.batch, found.nfe, found.peak_bytes) == (2, 3, None)
+    assert found.seconds > 0 and found.images_per_s == pytest.approx(2 / found.seconds)
+    assert found.fraction == pytest.approx(found.floor / found.seconds)
+    assert "aten::" in kernels[0]
+
+
+def test_the_program(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--batches", "1", "2", "--repeats", "1", "--engine.device", "cpu", "--profile", "--out", str(tmp_path)]
+    monkeypatch.setattr(speed, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--checkpoint", str(checkpoint_dir), *flags])
+    program().main()
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert [row["batch"] for row in found["rows"]] == [1, 2]
+    assert (found["weights"], found["engine"], found["precision"]) == ("trained", "eager", "float32")
+    assert found["command"].startswith("python speed.py --checkpoint")
+    assert "| 2 | " in (tmp_path / "speed.md").read_text()
+    assert (tmp_path / "profile_1.txt").is_file() and (tmp_path / "profile_2.txt").is_file()
+
+
+def test_a_training_config_gives_random_weights() -> None:
+    module = program()
+    settings = module.SpeedConfig(config=ROOT / "configs/debug/next_token.yaml", engine=EngineConfig(device="cpu"))
+    model, weights = module.build(settings)
+    assert weights == "random" and model.head.output.weight.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "one of --checkpoint"),
+        ("--config configs/debug/vq.yaml", "trains no model that decodes"),
+        ("--config configs/debug/next_token.yaml --engine.kind captured", "--engine.kind eager"),
+        ("--batches", "batches"),
+        ("--config configs/debug/next_token.yaml --batches 0", "batches"),
+    ],
+)
+def test_refused(
+    flags: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(speed, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(sys, "argv", ["speed.py", *flags.split(), "--engine.device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        run_program(program().main)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_copy_has_a_bandwidth() -> None:
+    assert 1e8 < speed.bandwidth(torch.device("cpu"), repeats=1) < 1e14
+
+
+def test_errors_are_user_errors() -> None:
+    with pytest.raises(UserError, match="one of --checkpoint"):
+        program().build(program().SpeedConfig())

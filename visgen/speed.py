@@ -1,0 +1,168 @@
+"""How fast an engine decodes, against what its memory allows.
+
+The floor of a decode is the time in which the device copies the bytes that every step must read once: all weights, and
+the live part of the cache. Its bandwidth is measured in the same process, by a large device-to-device copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from visgen import config as configs
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.generate import EngineConfig
+from visgen.model import Model
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A batch size measured. Seconds are of one decode of the whole batch, pixels apart; bytes are counted, not read
+    off the device.
+
+    Attributes:
+        batch, nfe: images; backbone evaluations of one decode.
+        seconds: median over the repeats; first: the first decode, kernels compiled and graph captured.
+        images_per_s, ms_per_step: of the median.
+        floor: seconds at the bandwidth of a copy, for the steps of plain autoregression; fraction: floor / seconds.
+        peak_bytes: most that the allocator held during decodes, weights included; None off CUDA.
+        over: peak_bytes over weights and cache.
+    """
+
+    batch: int
+    nfe: int
+    seconds: float
+    first: float
+    images_per_s: float
+    ms_per_step: float
+    floor: float
+    fraction: float
+    peak_bytes: int | None
+    over: float | None
+
+
+def bandwidth(device: torch.device, repeats: int = 10) -> float:
+    """Bytes a second of a copy, read and written bytes both counted; the best of `repeats`."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 27)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = max(best, 2 * size / (time.perf_counter() - start))
+    return best
+
+
+def floor_bytes(model: Model, rows: int) -> int:
+    """Bytes that decoding N tokens reads at least: all weights once a step, and the keys and values of the slots that
+    the step's token may see."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    cache = model.backbone.make_cache(1, torch.device("meta"), next(model.parameters()).dtype)
+    slot = 2 * cache.keys[:, 0, :, 0].numel() * cache.keys.element_size()  # of one row
+    prefix = model.condition.prefix
+    seen = sum(prefix + k for k in range(model.tokens))
+    return weights * model.tokens + rows * slot * seen
+
+
+def cache_bytes(model: Model, rows: int) -> int:
+    cache = model.backbone.make_cache(rows, torch.device("meta"), next(model.parameters()).dtype)
+    return 2 * cache.keys.numel() * cache.keys.element_size()
+
+
+@torch.inference_mode()
+def measure(
+    model: Model,
+    engine: EngineConfig,
+    sampler: Any,
+    guidance: Guidance,
+    warp: Warp,
+    batch: int,
+    copy: float,
+    repeats: int = 3,
+    kernels: list[str] | None = None,
+) -> Speed:
+    """Decodes `batch` images `repeats` times after a first one.
+
+    Args:
+        model: class-conditional, where and in the precision that it shall run.
+        copy: bytes a second, of `bandwidth`.
+        kernels: gets a table of the kernels of one more decode.
+    """
+    device = model.parameter_device()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    made = engine.make(model, guidance, warp)
+    built = configs.build(sampler)
+    labels = torch.arange(batch, device=device) % model.config.condition.classes
+
+    def decode(first_seed: int) -> tuple[float, int]:
+        seeds = torch.arange(first_seed, first_seed + batch, device=device)
+        made.begin({"label": labels})
+        generation = made.run(built, Noise(seeds))
+        return generation.seconds, generation.nfe
+
+    first, nfe = decode(0)
+    laps = [decode((i + 1) * batch)[0] for i in range(repeats)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if kernels is not None:
+        kernels.append(_kernels(lambda: decode(0), device))
+    seconds, rows = statistics.median(laps), batch * guidance.branches
+    floor = floor_bytes(model, rows) / copy
+    held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
+    return Speed(
+        batch=batch,
+        nfe=nfe,
+        seconds=seconds,
+        first=first,
+        images_per_s=batch / seconds,
+        ms_per_step=1e3 * seconds / nfe,
+        floor=floor,
+        fraction=floor / seconds,
+        peak_bytes=peak,
+        over=None if peak is None else peak / held - 1,
+    )
+
+
+def table(rows: list[Speed]) -> str:
+    """Markdown."""
+    out = [
+        "| batch | s/batch | images/s | ms/step | NFE | floor s | fraction | peak MiB | over | first s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        peak, over = ("", "") if r.peak_bytes is None else (f"{r.peak_bytes / 2**20:.0f}", f"{r.over:.1%}")
+        out.append(
+            f"| {r.batch} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe} | {r.floor:.4f} | "
+            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} |"
+        )
+    return "\n".join(out)
+
+
+def to_dicts(rows: list[Speed]) -> list[dict[str, Any]]:
+    return [asdict(r) for r in rows]
+
+
+def _kernels(work: Callable[[], Any], device: torch.device) -> str:
+    on = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        on.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=on) as found:
+        work()
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
