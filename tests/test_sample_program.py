@@ -191,7 +191,7 @@ def test_the_grid_shows_the_first_of_each_label_and_never_too_many(
     for start in range(0, total, 7):
         seeds = list(range(start, min(start + 7, total)))
         pixels = torch.zeros(len(seeds), 3, 128, 128, dtype=torch.uint8)
-        sheet.add(Images(pixels, pixels, [s // num for s in seeds], seeds, 0, 0.0))
+        sheet.add(Images(pixels, pixels, [s // num for s in seeds], seeds, 0, 0.0, pixels))
     sheet.save(tmp_path / "grid.png", {"step": 3})
     found = settings_of(tmp_path / "grid.png")
     assert list(zip(found["labels"], found["seeds"], strict=True)) == shown and found["step"] == 3

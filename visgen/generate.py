@@ -94,6 +94,8 @@ class Images:
         labels, seeds: of every image.
         nfe: backbone evaluations of the batch.
         seconds: wall time of decoding tokens and pixels.
+        rounds: [B, N] on the CPU, the evaluation, from 1, that fixed each token; an image's largest is its own NFE.
+        notes: what the sampler chose automatically or counted, of the last batch.
     """
 
     pixels: Tensor
@@ -102,6 +104,13 @@ class Images:
     seeds: list[int]
     nfe: int
     seconds: float
+    rounds: Tensor
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nfe_per_image(self) -> list[int]:
+        """Evaluations after which each image was complete."""
+        return self.rounds.amax(1).tolist()
 
     def pil(self) -> list[Image.Image]:
         """The images as PIL images."""
@@ -130,6 +139,7 @@ class Generator:
         self.tokenizer = tokenizer.to(self.device).eval()
         self.classes = list(classes)
         self.meta = meta or {}
+        self._engine: Engine | None = None
 
     @property
     def class_count(self) -> int:
@@ -207,7 +217,7 @@ class Generator:
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        engine = Engine(self.model, guidance, warp)
+        engine = self._engine_for(guidance, warp or Warp())
         pinned = None if known is None else self._known_tokens(*known, len(ids))
         size = self.settings.batch
         parts: list[Images] = []
@@ -227,7 +237,16 @@ class Generator:
             seeds,
             sum(p.nfe for p in parts),
             sum(p.seconds for p in parts),
+            torch.cat([p.rounds for p in parts]),
+            parts[-1].notes,
         )
+
+    def _engine_for(self, guidance: Guidance, warp: Warp) -> Engine:
+        """The last call's engine, with what it measured and loaded, where the settings are the same."""
+        engine = self._engine
+        if engine is None or (engine.guidance, engine.warp) != (guidance, warp):
+            engine = self._engine = Engine(self.model, guidance, warp, self.meta.get("tokenizer"))
+        return engine
 
     def _plan(
         self, labels: Sequence[int | str] | int | str, seeds: Sequence[int] | None
@@ -266,7 +285,8 @@ class Generator:
         generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
         pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
         seconds = time.perf_counter() - start
-        return Images(pixels, generation.tokens.cpu(), labels, seeds, generation.nfe, seconds)
+        tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
+        return Images(pixels, tokens, labels, seeds, generation.nfe, seconds, rounds, generation.notes)
 
     @torch.inference_mode()
     def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
