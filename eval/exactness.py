@@ -54,9 +54,9 @@ class ExactnessConfig:
     seed: Seed = 0
 
 
+@torch.no_grad()
 def main() -> None:
     settings, start = configs.load(ExactnessConfig, sys.argv[1:], prog="eval/exactness.py"), time.perf_counter()
-    torch.set_grad_enabled(False)
     family = configurations(settings.sampler)
     enumerated = enumeration(family)
     simulated = simulation(family, settings.draws, settings.seed)
