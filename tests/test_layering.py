@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
     "backbones / model / samplers / objectives / checkpoint / generate / encode trajectories convert sample "
-    "evaluate exactness / small_set / train / programs"
+    "evaluate exactness mutants / small_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"config"}, "metrics": {"config"}}  # stricter than their layer

@@ -151,6 +151,7 @@ def test_auto_takes_the_widest_window_where_it_is_free_and_none_where_it_cannot_
     dear.slope = 1.0
     found = decoded(dear, sampler, [0, 1], [5, 6])
     assert found.notes["window"] == 1 and found.nfe == 64 and torch.equal(found.tokens, expected)
+    assert found.notes["trial"].keys() == {1, 8}, "wider ones are not tried"
 
 
 def test_a_trial_leaves_no_trace(make_model: MakeModel) -> None:

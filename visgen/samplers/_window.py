@@ -32,22 +32,24 @@ def choose_window(sampler: Any, engine: Engine, noise: Noise, drafting: str) -> 
     Args:
         sampler: has `begin(engine, window)`, whose state has `position` [B, 1].
     """
-    chosen: dict[str, Any] = engine.once(("window", sampler.config), dict)
-    if chosen.get("batch", 0) < engine.batch:
-        chosen.clear()
-        chosen.update(_trials(sampler, engine, noise, drafting), batch=engine.batch)
-    return chosen
+    chosen: dict[int, dict[str, Any]] = engine.once(("window", sampler.config), dict)  # by batch
+    if max(chosen, default=0) < engine.batch:
+        chosen[engine.batch] = _trials(sampler, engine, noise, drafting)
+    return chosen[max(chosen)]
 
 
 def _trials(sampler: Any, engine: Engine, noise: Noise, drafting: str) -> dict[str, Any]:
     seconds: dict[int, float] = {}
     tokens: dict[int, float] = {}
+    rate: dict[int, float] = {}
     for width in sorted({min(w, engine.tokens) for w in WIDTHS}):
         state, warmup = sampler.begin(engine, width), min(3, engine.tokens // 4)
         seconds[width] = engine.seconds(sampler, state, noise, TRIAL, warmup)
         measured = state.position.float().mean().item() / (TRIAL + warmup)  # a host read, once per engine
         tokens[width] = min(measured, expected(drafting, width)) if width > 1 else 1.0
-    rate = {width: tokens[width] / seconds[width] for width in seconds}
+        rate[width] = tokens[width] / seconds[width]
+        if rate[width] < max(rate.values()) / 2:  # wider ones are slower still
+            break
     best = max(rate, key=lambda width: rate[width])
     window = best if rate[best] >= WORTH * rate[1] else 1
     trial = {w: {"ms": round(1e3 * seconds[w], 3), "tokens": round(tokens[w], 2)} for w in seconds}
