@@ -144,10 +144,10 @@ class Engine:
         state = sampler.init(self, noise)
         self._synchronize()
         start = time.perf_counter()
-        total, flag = sampler.iterations(self), _Flag()
+        total, flag = sampler.iterations(self), _Flag(self.device)
         for launched in range(1, total + 1):
             sampler.iterate(state, self.forward, noise)
-            over = launched == total or flag.seen(sampler.done(state), launched)
+            over = launched == total or flag.seen(launched, lambda: sampler.done(state))
             if on_step is not None:
                 on_step(total if over else launched, total)
             if over:
@@ -188,24 +188,26 @@ class _Flag:
     `POLL` more iterations to do, which also bounds how far it runs ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
         self.copy: tuple[Tensor, Any] | None = None
 
-    def seen(self, done: Tensor | None, launched: int) -> bool:
-        if done is None:
+    def seen(self, launched: int, done: Callable[[], Tensor | None]) -> bool:
+        if self.cuda and launched % POLL:
             return False
-        if done.device.type != "cuda":
-            return bool(done)
-        if launched % POLL:
+        flag = done()
+        if flag is None or not self.cuda:
+            return bool(flag)  # a CPU has nothing to wait for
+        older, self.copy = self.copy, self._copied(flag)
+        if older is None:
             return False
-        over = False
-        if self.copy is not None:
-            host, event = self.copy
-            event.synchronize()
-            over = bool(host)
-        host = torch.empty(done.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(done, non_blocking=True)
+        older[1].synchronize()
+        return bool(older[0])
+
+    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
+        """A copy for the host, and the event after which it is there."""
+        host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
-        self.copy = (host, event)
-        return over
+        event.record(torch.cuda.current_stream(flag.device))
+        return host, event

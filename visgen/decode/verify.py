@@ -2,20 +2,20 @@
 
 A draft d with the law q *that it was truly drawn from* meets the law p of its position, guided and filtered. It stays
 with probability min(1, p(d) / q(d)), else norm(max(p - q, 0)) replaces it, so what is there afterwards follows p
-(speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5; Chen et al. 2023, arXiv 2302.01318).
-Filters act on p and q before the ratio, never on the residual. Where the theorem's conditions come from when drafts
-live on over several iterations: `docs/methods.md`.
+(speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, section 2.3; Chen et al. 2023, arXiv 2302.01318).
+Filters act on p and q before the ratio, never on the residual. What else must hold when drafts live on over several
+iterations: `docs/methods.md`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from visgen.decode.noise import Noise, Stream
+from visgen.heads import Testable
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Verdict:
 
 
 def verify(
-    law: Any,
+    law: Testable,
     draft: Tensor,
-    drawn_from: Any,
+    drawn_from: Testable,
     noise: Noise,
     index: Tensor,
     waiting: Tensor,

@@ -4,7 +4,7 @@ A window of drafts goes through the backbone at once; the drafts that agree with
 drafts of the next iteration. How they are drawn anew is `drafting`; that each rule is lossless is proved in
 docs/methods.md and measured by eval/exactness.py.
 
-- `fresh`: independent draws behind the first refused draft (Teng et al. 2024, SJD, arXiv 2410.01699, algorithm 1).
+- `fresh`: independent draws behind the first refused draft (Teng et al. 2024, SJD, arXiv 2410.01699).
 - `coupled`: the test itself redraws every position, keeping as many drafts as any rule can (maximal coupling).
 - `gumbel`: the draws of a position share one Gumbel noise, so that similar laws give equal tokens.
 - `pure_gumbel`: the same, and a draft stays iff it is drawn again: the tokens are those of `ar`, one by one.

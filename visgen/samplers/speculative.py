@@ -2,7 +2,7 @@
 
 Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023 (arXiv 2302.01318, algorithm 2). Each row stops
 drafting when the predicted probability that any of its drafts is refused exceeds a threshold, the policy of SpecDec++
-(Huang et al. 2024, arXiv 2405.19715, section 3). Its trained predictor is replaced by the row's mean overlap of the two
+(Huang et al. 2024, arXiv 2405.19715). Its trained predictor is replaced by the row's mean overlap of the two
 laws so far: a decision by laws at final positions, never by a drawn value, so the draws stay exact.
 """
 
@@ -102,7 +102,7 @@ class Speculative(Sampler):
     def wanted(self, state: State) -> Tensor:
         """Drafts of each row [B, 1]: as many as all stay with probability 1 - threshold, as far as is known; 1 or more.
 
-        SpecDec++, section 3: stop when P(some draft is refused) = 1 - prod of the acceptances exceeds the threshold.
+        SpecDec++: stop when P(some draft is refused) = 1 - prod of the acceptances exceeds the threshold.
         """
         steps = torch.arange(1, self.config.length + 1, device=state.tokens.device)
         refused = 1 - (state.overlap / state.tested) ** steps  # [B, length]
