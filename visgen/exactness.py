@@ -104,6 +104,16 @@ def joint(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
         return law.like(law.logits.double()).log_prob(every).sum(1).exp()
 
 
+@torch.inference_mode()
+def tabulated(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
+    """The laws of a real engine as logits [nodes, V] of a `TableEngine`, by one evaluation; `batch` as for `joint`."""
+    every = sequences(engine.vocab, engine.tokens)
+    engine.begin(batch(len(every)))
+    index = torch.arange(engine.tokens)
+    logits = engine.forward(every.roll(1, 1), index.expand(len(every), -1)).logits.double()
+    return torch.cat([logits[:: engine.vocab ** (engine.tokens - k), k] for k in index.tolist()])
+
+
 def rows(count: int) -> dict[str, Any]:
     """A batch of a `TableEngine`."""
     return {"rows": count}
