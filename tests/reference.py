@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +115,25 @@ def _rotated(x: Tensor, cells: list[tuple[int, int]]) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
 
 
+def model_law(model: Any, label: int, warp: Any, guidance: Any) -> Callable[[list[int]], list[float]]:
+    """Probabilities of the next token of a class-conditional model, by full passes."""
+    config = model.config.backbone
+    table = model.condition.embedding_table.weight
+    prefix = torch.stack([table[-1], table[label]]).unsqueeze(1)  # null, conditional
+
+    @functools.cache
+    def known(tokens: tuple[int, ...]) -> list[float]:
+        past = torch.tensor([tokens, tokens], dtype=torch.int64).reshape(2, -1)
+        null, given = ar_logits(
+            model.state_dict(), prefix, past, model.grid[1:], config.heads, config.kv_heads or config.heads
+        )[:, -1].tolist()
+        s = guidance_scale(len(tokens), model.tokens, guidance.scale, guidance.interval, guidance.schedule)
+        logits = [guided(u, c, s) for u, c in zip(null, given, strict=True)]
+        return warped(logits, warp.temperature, warp.top_k, warp.top_p)
+
+    return lambda tokens: known(tuple(tokens))
+
+
 # ----------------------------------------------------------------------------------------------------- decoding
 
 
@@ -172,9 +193,119 @@ def ar_sample(
         if known and k in known:
             tokens.append(known[k])
             continue
-        scores = [math.log(p) + gumbel(k, i) if p > 0 else -math.inf for i, p in enumerate(law(tokens))]
-        tokens.append(scores.index(max(scores)))
+        tokens.append(gumbel_max(law(tokens), lambda i, k=k: gumbel(k, i)))
     return tokens
+
+
+def gumbel_max(law: Sequence[float], noise: Callable[[int], float]) -> int:
+    scores = [math.log(p) + noise(i) if p > 0 else -math.inf for i, p in enumerate(law)]
+    return scores.index(max(scores))
+
+
+def acceptance(law: Sequence[float], draft: int, drawn_from: Sequence[float]) -> float:
+    """min(1, p / q) (Leviathan et al. 2023, section 2.3)."""
+    return min(1.0, law[draft] / drawn_from[draft]) if drawn_from[draft] > 0 else 0.0
+
+
+def residual(law: Sequence[float], drawn_from: Sequence[float]) -> list[float]:
+    """norm(max(p - q, 0)) (same source)."""
+    rest = [max(p - q, 0.0) for p, q in zip(law, drawn_from, strict=True)]
+    return [r / sum(rest) for r in rest] if sum(rest) > 0 else list(law)
+
+
+TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # streams of noise
+
+
+def jacobi_sample(
+    law: Callable[[list[int]], list[float]],
+    count: int,
+    window: int,
+    drafting: str,
+    init: str,
+    columns: int,
+    seed: int,
+    known: Mapping[int, int] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Speculative Jacobi decoding of one image: tokens, and the iteration that fixed each. See docs/methods.md."""
+    known, vocab, iteration, done = known or {}, len(law([])), 0, 0
+
+    def certain(token: int) -> list[float]:
+        return [float(i == token) for i in range(vocab)]
+
+    def draw(probs: list[float], k: int, stream: int) -> int:
+        at = 0 if stream == TOKEN else iteration
+        return gumbel_max(probs, lambda i: gumbel(seed, k, i, stream, at))
+
+    own = TOKEN if "gumbel" in drafting else DRAFT
+    tokens, rounds = [known.get(k, 0) for k in range(count)], [0] * count
+    q = {k: certain(tokens[k]) for k in range(min(window, count))}
+    newest: dict[int, list[float]] = {}
+    while done < count:
+        iteration, end = iteration + 1, max(q) + 1
+        p = {k: certain(known[k]) if k in known else law(tokens[:k]) for k in range(done, end)}
+        drawn, refused = {}, []
+        for k in range(done, end):
+            if drafting == "pure_gumbel":
+                drawn[k] = draw(p[k], k, TOKEN)
+                kept = drawn[k] == tokens[k]
+            else:
+                kept = uniform(seed, k, 0, ACCEPT, iteration) < acceptance(p[k], tokens[k], q[k])
+                if refused and drafting != "coupled":
+                    drawn[k] = draw(p[k], k, own)
+                else:
+                    drawn[k] = tokens[k] if kept else draw(residual(p[k], q[k]), k, RESIDUAL)
+            refused += [] if kept else [k]
+        for k, token in drawn.items():
+            tokens[k], newest[k % columns] = token, p[k]
+        last = refused[0] if refused else end - 1
+        rounds[done : last + 1] = [iteration] * (last + 1 - done)
+        q = {k: p[k] for k in range(last + 1, end)}
+        for k in range(end, min(last + 1 + window, count)):
+            even = [1 / vocab] * vocab
+            q[k] = {"uniform": even, "repeat": certain(tokens[end - 1])}.get(init) or newest.get(k % columns, even)
+            q[k] = certain(known[k]) if k in known else q[k]
+        for k in range(end, min(last + 1 + window, count)):
+            tokens[k] = draw(q[k], k, own)
+        done = last + 1
+    return tokens, rounds
+
+
+def speculative_sample(
+    law: Callable[[list[int]], list[float]],
+    draft: Callable[[list[int]], list[float]],
+    count: int,
+    length: int,
+    threshold: float,
+    seed: int,
+    prior: tuple[float, float],
+) -> tuple[list[int], list[int]]:
+    """Speculative sampling of one image with an adaptive draft length: tokens, and the iteration that fixed each."""
+    vocab, iteration, done, tokens, rounds = len(law([])), 0, 0, [0] * count, [0] * count
+    overlap, tested = prior[0] * prior[1], prior[1]
+
+    def draw(probs: list[float], k: int, stream: int) -> int:
+        return gumbel_max(probs, lambda i: gumbel(seed, k, i, stream, iteration))
+
+    while done < count:
+        iteration += 1
+        wanted = max(1, sum(1 - (overlap / tested) ** n <= threshold for n in range(1, length + 1)))
+        end, q = min(done + length + 1, count), {}
+        for k in range(done, end):
+            drafted = k < done + wanted
+            q[k] = draft(tokens[:k]) if drafted else [1 / vocab] * vocab
+            tokens[k] = draw(q[k], k, DRAFT)
+        last = end - 1
+        for k in range(done, end):
+            p = law(tokens[:k])
+            if k < done + wanted:
+                overlap, tested = overlap + sum(map(min, p, q[k])), tested + 1
+            if uniform(seed, k, 0, ACCEPT, iteration) >= acceptance(p, tokens[k], q[k]):
+                tokens[k] = draw(residual(p, q[k]), k, RESIDUAL)
+                last = k
+                break
+        rounds[done : last + 1] = [iteration] * (last + 1 - done)
+        done = last + 1
+    return tokens, rounds
 
 
 # -------------------------------------------------------------------------------------------------------- noise

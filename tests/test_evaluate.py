@@ -105,7 +105,7 @@ def test_generated_takes_the_labels_that_the_plan_balances() -> None:
     class Echo:
         def sample(self, labels: list[int], seeds: list[int], *settings: object) -> Images:
             pixels = torch.tensor(labels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
-            return Images(pixels, torch.tensor(seeds), labels, seeds, 0, 0.0)
+            return Images(pixels, torch.tensor(seeds), labels, seeds, 0, 0.0, torch.ones(len(seeds), 1))
 
     plan, settings = SamplePlan(12, 4, seed=1), SamplingConfig()
     settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, batch=5))

@@ -95,6 +95,19 @@ def test_images_are_the_decoded_tokens_of_the_engine(generator: Generator) -> No
     assert np.array_equal(np.array(images.pil()[1]).transpose(2, 0, 1), images.pixels[1].numpy())
 
 
+def test_what_was_counted_and_chosen_is_recorded(generator: Generator) -> None:
+    plain = generator.sample(["bag", 0, 1, 2], [7, 8, 9, 10])
+    assert plain.nfe_per_image == [N] * 4 and plain.notes == {}
+    sampler = plugin_config("visgen.samplers", "sjd", drafting="pure_gumbel", window=8)
+    images = generator.sample(["bag", 0, 1, 2], [7, 8, 9, 10], sampler=sampler)
+    assert torch.equal(images.tokens, plain.tokens) and images.rounds.shape == (4, N)
+    assert images.nfe_per_image == images.rounds.amax(1).tolist() and max(images.nfe_per_image) < N
+    assert images.nfe == max(images.nfe_per_image[:3]) + images.nfe_per_image[3], "batches of 3 and 1"
+    auto = plugin_config("visgen.samplers", "sjd", drafting="pure_gumbel", window="auto")
+    first, second = (generator.sample([0], [seed], sampler=auto) for seed in (1, 2))
+    assert first.notes["window"] >= 1 and first.notes == second.notes, "chosen once"
+
+
 def test_an_image_depends_on_its_label_and_seed_alone(generator: Generator, checkpoint_dir: Path) -> None:
     labels, seeds = [0, 1, 2, 0, 1, 2, 0], [5, 5, 6, 7, 8, 9, 5]
     images = generator.sample(labels, seeds)

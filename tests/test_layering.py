@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
     "backbones / model / samplers / objectives / checkpoint prompts / generate / loading / "
-    "encode trajectories convert sample evaluate speed / small_set / train / programs"
+    "encode trajectories convert sample evaluate speed exactness mutants / small_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"config"}, "metrics": {"config"}}  # stricter than their layer
@@ -26,6 +26,7 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
         "objectives/vq.py",
         "checkpoint",
     ): "setup reads the tokenizer to start from, which building the nets does not need",
+    ("samplers/speculative.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
     ("objectives/next_token.py", "encode"): "setup decodes a few cached codes back with the program's own check",
 }
 

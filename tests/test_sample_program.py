@@ -58,6 +58,17 @@ def test_writes_a_grid_and_single_pictures_with_their_settings(
     assert "6 images in" in printed.out and "images/s, NFE 64)" in printed.out and str(out / "grid.png") in printed.out
 
 
+def test_what_was_counted_and_chosen_is_printed_and_recorded(
+    checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--label", "coat", "--num", "2", "--sampler.kind", "sjd", "--sampler.window", "auto"]
+    run(checkpoint_dir, tmp_path, *flags)
+    found = settings_of(tmp_path / "0002_000001.png")
+    assert 1 <= found["nfe"] <= 64 and found["sampler"]["window"] == "auto"
+    assert str(found["notes"]["window"]) in found["notes"]["trial"]
+    assert f", window {found['notes']['window']})" in capsys.readouterr().out
+
+
 def test_by_default_every_class_is_drawn(checkpoint_dir: Path, tmp_path: Path) -> None:
     run(checkpoint_dir, tmp_path, "--num", "1")
     assert sorted(p.name for p in tmp_path.glob("0*")) == [f"{i:04d}_{i:06d}.png" for i in range(3)]
@@ -178,7 +189,7 @@ def test_the_grid_shows_the_first_of_each_label_and_never_too_many(
     for start in range(0, total, 7):
         seeds = list(range(start, min(start + 7, total)))
         pixels = torch.zeros(len(seeds), 3, 128, 128, dtype=torch.uint8)
-        sheet.add(Images(pixels, pixels, [s // num for s in seeds], seeds, 0, 0.0))
+        sheet.add(Images(pixels, pixels, [s // num for s in seeds], seeds, 0, 0.0, pixels))
     sheet.save(tmp_path / "grid.png", {"step": 3})
     found = settings_of(tmp_path / "grid.png")
     assert list(zip(found["labels"], found["seeds"], strict=True)) == shown and found["step"] == 3

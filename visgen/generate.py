@@ -67,13 +67,19 @@ class EngineConfig:
             )
         return self.kind if self.kind != "auto" else "captured" if device.type == "cuda" else "eager"
 
-    def make(self, model: Model, guidance: Guidance | None = None, warp: Warp | None = None) -> Engine:
-        """The engine of `model`, where it lies."""
+    def make(
+        self,
+        model: Model,
+        guidance: Guidance | None = None,
+        warp: Warp | None = None,
+        tokenizer: str | None = None,
+    ) -> Engine:
+        """The engine of `model`, where it lies; for the arguments see `Engine`."""
         if self.kind_on(model.parameter_device()) == "eager":
-            return Engine(model, guidance, warp)
+            return Engine(model, guidance, warp, tokenizer)
         from visgen.decode.captured import CapturedEngine  # needs Triton
 
-        return CapturedEngine(model, guidance, warp)
+        return CapturedEngine(model, guidance, warp, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class Images:
         nfe: backbone evaluations of the batch.
         seconds: wall time of decoding tokens and pixels.
         prompts: of every image, none where they were drawn from labels.
+        rounds: [B, N] on the CPU, the evaluation, from 1, that fixed each token; an image's largest is its own NFE.
+        notes: what the sampler chose automatically or counted, of the last batch.
     """
 
     pixels: Tensor
@@ -106,7 +114,14 @@ class Images:
     seeds: list[int]
     nfe: int
     seconds: float
+    rounds: Tensor
+    notes: dict[str, Any] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
+
+    @property
+    def nfe_per_image(self) -> list[int]:
+        """Evaluations after which each image was complete."""
+        return self.rounds.amax(1).tolist()
 
     def pil(self) -> list[Image.Image]:
         """The images as PIL images."""
@@ -136,7 +151,7 @@ class Generator:
         self.tokenizer = tokenizer.to(self.device).eval()
         self.classes = list(classes)
         self.meta = meta or {}
-        self._engine: tuple[Any, Engine] | None = None  # the last one with its settings: it may hold a captured graph
+        self._engine: Engine | None = None
 
     def check_asked(self, kind: str) -> None:
         """Raises `UserError` unless the model is conditioned on `kind`, which is "label" or "text"."""
@@ -235,9 +250,7 @@ class Generator:
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        if self._engine is None or self._engine[0] != (guidance, warp):
-            self._engine = (guidance, warp), self.settings.make(self.model, guidance, warp)
-        engine = self._engine[1]
+        engine = self._engine_for(guidance, warp or Warp())
         pinned = None if known is None else self._known_tokens(*known, count)
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         parts: list[Images] = []
@@ -261,8 +274,17 @@ class Generator:
             seeds,
             sum(p.nfe for p in parts),
             sum(p.seconds for p in parts),
+            torch.cat([p.rounds for p in parts]),
+            parts[-1].notes,
             [] if features is None else features.prompts,
         )
+
+    def _engine_for(self, guidance: Guidance, warp: Warp) -> Engine:
+        """The last call's engine, with what it measured and loaded, where the settings are the same."""
+        engine = self._engine
+        if engine is None or (engine.guidance, engine.warp) != (guidance, warp):
+            engine = self._engine = self.settings.make(self.model, guidance, warp, self.meta.get("tokenizer"))
+        return engine
 
     def _plan(
         self, labels: Any, prompts: Any, seeds: Sequence[int] | None
@@ -313,7 +335,8 @@ class Generator:
                 f"{len(seeds)} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
         seconds = time.perf_counter() - start
-        return Images(pixels, generation.tokens.cpu(), [], seeds, generation.nfe, seconds)
+        tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
+        return Images(pixels, tokens, [], seeds, generation.nfe, seconds, rounds, generation.notes)
 
     @torch.inference_mode()
     def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:

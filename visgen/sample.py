@@ -157,7 +157,7 @@ def draw(
     features, rows = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
     about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(asked), num)
     about |= {"text": features.about} if features is not None else {}
-    batches, nfe, seconds = 0, 0, 0.0
+    batches, nfe, seconds, notes = 0, 0, 0.0, ""
 
     def progress(done: int, of: int) -> None:
         step(batches * of + done, -(-total // settings.engine.batch) * of)
@@ -168,11 +168,12 @@ def draw(
             save(images, out, about)
             sheet.add(images)
             batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
+            notes = "".join(f", {k} {v}" for k, v in images.notes.items() if isinstance(v, int | float))
     sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
     rate = total / seconds
-    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}) -> {out}/grid.png{beside}"
+    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}{notes}) -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
@@ -196,8 +197,11 @@ def _describe_known(known: KnownConfig) -> dict[str, Any]:
 
 def save(images: Images, out: Path, settings: dict[str, Any]) -> None:
     """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`."""
-    for picture, asked, seed in zip(images.pil(), asked_of(images), images.seeds, strict=True):
-        _save_png(picture, out / f"{_stem(*asked.values())}_{seed:06d}.png", {**asked, "seed": seed, **settings})
+    settings = settings | ({"notes": images.notes} if images.notes else {})
+    rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, strict=True)
+    for picture, asked, seed, nfe in rows:
+        about = {**asked, "seed": seed, "nfe": nfe, **settings}
+        _save_png(picture, out / f"{_stem(*asked.values())}_{seed:06d}.png", about)
 
 
 def asked_of(images: Images) -> list[dict[str, Any]]:

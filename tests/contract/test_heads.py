@@ -71,6 +71,20 @@ def test_weights_choose_among_the_branches(kind: str, small: Callable[..., Any])
     assert not torch.equal(head.dist(H[:1], ONE).sample(noise), head.dist(H[1:], ONE).sample(noise))
 
 
+def test_a_law_keeps_its_own_drafts_and_replaces_foreign_ones(kind: str, small: Callable[..., Any]) -> None:
+    head = made(small, kind)
+    law, other = head.dist(H[:1], ONE), head.dist(H[1:], ONE)
+    if not hasattr(law, "accept"):
+        return
+    noise, index = Noise(torch.arange(B)), torch.arange(W).expand(B, -1)
+    draft = law.draw(noise, index, Stream.DRAFT, 1)
+    assert law.accept(draft, law, noise, index, Stream.ACCEPT, 1).all()
+    certain = law.pin(draft, torch.ones(B, W, dtype=torch.bool))
+    assert not (law.residual(certain, noise, index, Stream.RESIDUAL, 1) == draft).any(), "no mass where q has all"
+    assert torch.equal(certain.residual(other, noise, index, Stream.RESIDUAL, 1), draft)
+    assert torch.equal(law.like(other.logits).sample(gumbel(law)), other.sample(gumbel(law)))
+
+
 def test_a_law_is_drawn_from_filtered_and_pinned(kind: str, small: Callable[..., Any]) -> None:
     law = made(small, kind).dist(H[:1], ONE)
     noise = gumbel(law)

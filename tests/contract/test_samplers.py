@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from visgen import checkpoint
 from visgen.config import build
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -24,6 +25,18 @@ LABELS, SEEDS = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([3, 1, 4, 15, 92])
 @pytest.fixture(params=[(Guidance(), Warp()), (Guidance(2.0), Warp(0.8, 10, 0.9))], ids=["plain", "guided"])
 def engine(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Engine:
     return Engine(make_model(), *request.param)
+
+
+@pytest.fixture(scope="module")
+def made(small: Callable[..., Any], make_model: Callable[..., Any], tmp_path_factory: Any) -> Callable[[str], Any]:
+    """Builds a sampler; one that asks for a draft model gets a smaller one, of other weights."""
+    draft = tmp_path_factory.mktemp("draft")
+    model = make_model(layers=1, width=16, seed=1)
+    step = draft / checkpoint.step_name(1)
+    step.mkdir()
+    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config)
+    (step / checkpoint.META).write_text("{}")
+    return lambda kind: build(small(PACKAGE, kind, draft=draft))
 
 
 def draw(sampler: Any, engine: Engine, rows: list[int], known: Any = None) -> Tensor:
@@ -60,41 +73,66 @@ def test_form(kind: str, check_form: Callable[[str, str], None]) -> None:
     check_form(PACKAGE, kind)
 
 
-def test_draws_every_token_within_the_vocabulary(kind: str, small: Callable[..., Any], engine: Engine) -> None:
-    sampler = build(small(PACKAGE, kind))
+def test_draws_every_token_within_the_vocabulary(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler = made(kind)
     tokens = draw(sampler, engine, [0, 1, 2])
     assert tokens.shape == (3, N) and tokens.dtype == torch.int64
     assert tokens.min() >= 0 and tokens.max() < VOCAB and tokens.unique().numel() > 3
     assert isinstance(sampler.iterations(engine), int) and sampler.iterations(engine) > 0
 
 
-def test_an_image_does_not_depend_on_its_company(kind: str, small: Callable[..., Any], engine: Engine) -> None:
-    sampler = build(small(PACKAGE, kind))
+def test_counts_its_evaluations(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler = made(kind)
+    engine.begin({"label": LABELS})
+    result = engine.run(sampler, Noise(SEEDS))
+    assert result.rounds.shape == (5, N) and result.rounds.min() == 1
+    assert (result.rounds.diff(dim=1) >= 0).all(), "from left to right"
+    assert result.nfe_per_image.max() == result.nfe <= sampler.iterations(engine)
+    assert torch.equal(result.accepted, N - result.nfe_per_image)
+
+
+def test_a_complete_row_stays_as_it_is(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler, noise = made(kind), Noise(SEEDS)
+    engine.begin({"label": LABELS})
+    with torch.inference_mode():
+        state = sampler.init(engine, noise)
+        if sampler.done(state) is None:
+            return
+        while not sampler.done(state):
+            sampler.iterate(state, engine.forward, noise)
+        before = state.tokens.clone(), state.rounds.clone()
+        for _ in range(3):
+            sampler.iterate(state, engine.forward, noise)
+    assert torch.equal(state.tokens, before[0]) and torch.equal(state.rounds, before[1]) and sampler.done(state)
+
+
+def test_an_image_does_not_depend_on_its_company(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler = made(kind)
     together = draw(sampler, engine, [0, 1, 2, 3, 4])
     assert torch.equal(torch.cat([draw(sampler, engine, [i]) for i in range(5)]), together)
     assert torch.equal(draw(sampler, engine, [4, 2, 0]), together[[4, 2, 0]])
     assert not torch.equal(together[0], together[3]), "same label, another seed"
 
 
-def test_sets_no_attribute_of_any_module(kind: str, small: Callable[..., Any], engine: Engine) -> None:
-    sampler = build(small(PACKAGE, kind))
+def test_sets_no_attribute_of_any_module(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler = made(kind)
     before = snapshot(engine.model)
     draw(sampler, engine, [0, 1])
     assert unchanged(before, snapshot(engine.model))
 
 
-def test_keeps_nothing_between_decodes(kind: str, small: Callable[..., Any], engine: Engine) -> None:
-    sampler = build(small(PACKAGE, kind))
+def test_keeps_nothing_between_decodes(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
+    sampler = made(kind)
     first = draw(sampler, engine, [0, 1])
     draw(sampler, engine, [2, 3, 4])
     assert torch.equal(draw(sampler, engine, [0, 1]), first)
     assert dataclasses.is_dataclass(sampler.config)
 
 
-def test_known_tokens_are_kept(kind: str, small: Callable[..., Any], engine: Engine) -> None:
+def test_known_tokens_are_kept(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
     mask = torch.rand(3, N, generator=torch.Generator().manual_seed(1)) < 0.4
     tokens = torch.randint(VOCAB, (3, N), generator=torch.Generator().manual_seed(2))
-    drawn = draw(build(small(PACKAGE, kind)), engine, [0, 1, 2], (tokens, mask))
+    drawn = draw(made(kind), engine, [0, 1, 2], (tokens, mask))
     assert torch.equal(drawn[mask], tokens[mask])
 
 

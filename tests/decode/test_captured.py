@@ -31,7 +31,8 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 class Stepped(CapturedEngine):
     """The fused step without a graph, so that it runs on a CPU in Triton's interpreter."""
 
-    run = Engine.run  # type: ignore[assignment]
+    prepared = Engine.prepared
+    stepper = Engine.stepper
 
 
 FAST = CapturedEngine if ON_GPU else Stepped
@@ -87,16 +88,16 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
     engine, sampler, noise = CapturedEngine(model, Guidance(2.0)), AR(Config()), Noise(torch.arange(4, device=DEVICE))
     engine.begin({"label": LABELS})
     engine.run(sampler, noise)
-    graph, _, _ = engine._capture(sampler, noise)
+    _, step = engine.prepared(sampler, noise)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(sampler.iterations(engine)):
-            graph.replay()
+            step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
     for _ in range(sampler.iterations(engine)):
-        graph.replay()
+        step()
     assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visgen import config as configs
 from visgen.conditions import Condition, Prefix
-from visgen.decode.engine import Engine
+from visgen.decode.engine import POLL, Engine, _Flag
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
@@ -297,6 +297,32 @@ def test_known_tokens_are_certain_in_the_law(make_model: MakeModel) -> None:
     )
     assert (probs.gather(-1, TOKENS.unsqueeze(-1)).squeeze(-1)[mask] == 1).all()
     assert torch.equal(probs[~mask], free.softmax(-1)[~mask])
+
+
+class Late(_Flag):
+    """A GPU's flag without a GPU: what is copied is there at once, or the event has yet to come."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+        self.waits = 0
+
+    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
+        return flag.clone(), self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_gpu_is_asked_seldom_and_answers_late() -> None:
+    flag, asked = Late(), []
+
+    def done(launched: int) -> Tensor:
+        asked.append(launched)
+        return torch.tensor(launched >= 6)
+
+    over = next(k for k in range(1, 99) if flag.seen(k, lambda k=k: done(k)))
+    assert asked == [POLL, 2 * POLL, 3 * POLL] and over == 3 * POLL, "complete at 6, copied at 8, known at 12"
+    assert flag.waits == 2 and not Late().seen(POLL, lambda: None)
 
 
 def test_progress_is_reported_after_every_iteration(make_model: MakeModel) -> None:

@@ -20,24 +20,6 @@ from visgen.samplers.ar import AR, Config
 MakeModel = Callable[..., Model]
 
 
-def _law(model: Model, label: int, warp: Warp, guidance: Guidance) -> Callable[[list[int]], list[float]]:
-    """Probabilities of the next token by full passes of the twin."""
-    config = model.config.backbone
-    table = model.condition.embedding_table.weight
-    prefix = torch.stack([table[-1], table[label]]).unsqueeze(1)  # null, conditional
-
-    def law(tokens: list[int]) -> list[float]:
-        past = torch.tensor([tokens, tokens], dtype=torch.int64).reshape(2, -1)
-        null, given = reference.ar_logits(
-            model.state_dict(), prefix, past, model.grid[1:], config.heads, config.kv_heads or config.heads
-        )[:, -1].tolist()
-        s = reference.guidance_scale(len(tokens), model.tokens, guidance.scale, guidance.interval, guidance.schedule)
-        logits = [reference.guided(u, c, s) for u, c in zip(null, given, strict=True)]
-        return reference.warped(logits, warp.temperature, warp.top_k, warp.top_p)
-
-    return law
-
-
 @pytest.mark.parametrize(
     ("warp", "guidance"),
     [
@@ -61,7 +43,7 @@ def test_tokens_equal_sampling_without_a_cache(
     found = engine.run(AR(Config()), Noise(torch.tensor(seeds))).tokens
     for row, (label, seed) in enumerate(zip(labels, seeds, strict=True)):
         expected = reference.ar_sample(
-            _law(model, label, warp, guidance),
+            reference.model_law(model, label, warp, guidance),
             16,
             lambda k, i, seed=seed: reference.gumbel(seed, k, i, Stream.TOKEN),
             known,
@@ -97,7 +79,7 @@ def small(make_model: MakeModel) -> Model:
 
 def _z(model: Model, sampled: tuple[Warp, Guidance], claimed: tuple[Warp, Guidance], seed: int) -> float:
     """Chi-square of `DRAWS` sequences against the enumerated law, as a standard score."""
-    law = _law(model, 0, *claimed)
+    law = reference.model_law(model, 0, *claimed)
     probability = [
         math.prod(law(list(sequence[:k]))[sequence[k]] for k in range(N))
         for sequence in itertools.product(range(V), repeat=N)

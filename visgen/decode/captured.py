@@ -8,7 +8,6 @@ the same shape is copied into the buffers of the last. The slow twin is `Engine`
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visgen.conditions import Prefix
-from visgen.decode.engine import Engine, Generation, SamplerLike
+from visgen.decode.engine import Engine, SamplerLike
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
@@ -30,81 +29,79 @@ class CapturedEngine(Engine):
         UserError: no Triton, or sizes that the fused kernels do not have; each names the eager engine as the remedy.
     """
 
-    def __init__(self, model: Any, guidance: Guidance | None = None, warp: Warp | None = None) -> None:
-        super().__init__(model, guidance, warp)
+    def __init__(
+        self,
+        model: Any,
+        guidance: Guidance | None = None,
+        warp: Warp | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__(model, guidance, warp, tokenizer)
         from visgen.nn.fused import check_available
 
         check_available()
         from visgen.nn.fused.draw import check_vocab
 
         check_vocab(self.vocab)
-        self._step = model.backbone.fused()
+        self._fused = model.backbone.fused()
         index = torch.arange(self.tokens, device=self.device).unsqueeze(0)
         self._weights = self.guidance.weights(index, self.tokens)[:, 0].contiguous()  # [K, N]
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Noise]] = {}
 
     @torch.inference_mode()
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:
-        held = self._cond, self._cache, self._known
+        cond, cache, pinned = self._cond, self._cache, self.known
         super().begin(batch, known)
         assert self._cond is not None
-        cond = Prefix(self._cond.vectors.to(self.dtype), self._cond.visible)
-        if held[1] is self._cache and _same(held[0], cond) and _same(held[2], known):
-            self._cond, self._known = _copied(held[0], cond), _copied(held[2], known)
+        fresh = Prefix(self._cond.vectors.to(self.dtype), self._cond.visible)
+        if cache is self._cache and _same(cond, fresh) and _same(pinned, known):
+            self._cond, self.known = _copied(cond, fresh), _copied(pinned, known)
         else:  # other shapes: other buffers, so what was captured over the old ones is void
             self._captured.clear()
-            self._cond, self._known = _cloned(cond), _cloned(known)
+            self._cond, self.known = _cloned(fresh), _cloned(known)
 
     def forward(self, previous: Tensor, index: Tensor) -> Any:
-        if self._step is None or index.shape[1] != 1:
+        if self._fused is None or index.shape[1] != 1:
             return super().forward(previous, index)
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
-        h = self._step(previous, index + self.model.condition.prefix - 1, self._cond, self._cache)  # [K B, 1, D]
+        h = self._fused(previous, index + self.model.condition.prefix - 1, self._cond, self._cache)  # [K B, 1, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weights[:, index]).warped(self.warp)
-        if self._known is not None:
-            law = law.pin(self._known[0].gather(1, index), self._known[1].gather(1, index))
+        if self.known is not None:
+            law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         if isinstance(law, Guided):
             law.fused = True
         return law
 
-    @torch.inference_mode()
-    def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
-        self._synchronize()
-        start = time.perf_counter()
-        graph, state, _ = self._capture(sampler, noise)
-        total = sampler.iterations(self)
-        for i in range(total):
-            graph.replay()
-            if on_step is not None:
-                on_step(i + 1, total)
-        tokens = state.tokens.clone()
-        self._synchronize()
-        return Generation(tokens, total, time.perf_counter() - start)
-
-    def _capture(self, sampler: SamplerLike, noise: Noise) -> tuple[torch.cuda.CUDAGraph, Any, Noise]:
-        """The graph of one iteration with its state and noise, set to the beginning."""
-        key = (type(sampler), repr(getattr(sampler, "config", None)))
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
+        """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""
         fresh = sampler.init(self, noise)
-        if key in self._captured:
-            graph, state, held = self._captured[key]
-            held.seeds.copy_(noise.seeds)
-            for field in dataclasses.fields(state):
-                value = getattr(state, field.name)
-                if isinstance(value, Tensor):
-                    value.copy_(getattr(fresh, field.name))
-            return graph, state, held
-        held = Noise(noise.seeds.clone())
+        key = (type(sampler), repr(getattr(sampler, "config", None)), _shapes(fresh))
+        if key not in self._captured:
+            held = Noise(noise.seeds.clone())
+            graph = self._record(sampler, fresh, held, warm=sampler.init(self, noise))
+            self._captured[key] = graph, fresh, held
+            return fresh, graph.replay
+        graph, state, held = self._captured[key]
+        held.seeds.copy_(noise.seeds)
+        _restore(state, fresh)
+        return state, graph.replay
+
+    def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
+        return self._record(sampler, state, noise, warm=state).replay
+
+    def _record(self, sampler: SamplerLike, state: Any, noise: Noise, warm: Any) -> torch.cuda.CUDAGraph:
+        """The graph of one iteration on `state`. `warm` is iterated once before, which compiles the kernels; the cache
+        slots that it writes are written again."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):  # compiles the kernels; the slots it writes are written again
-            sampler.iterate(sampler.init(self, noise), self.forward, held)
+        with torch.cuda.stream(side):
+            sampler.iterate(warm, self.forward, noise)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sampler.iterate(fresh, self.forward, held)  # recorded, not run
-        self._captured[key] = graph, fresh, held
-        return self._captured[key]
+            sampler.iterate(state, self.forward, noise)  # recorded, not run
+        return graph
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -131,3 +128,18 @@ def _cloned(source: Any) -> Any:
         return None
     made: list[Any] = [None if x is None else x.clone() for x in source]
     return Prefix(*made) if isinstance(source, Prefix) else tuple(made)
+
+
+def _shapes(state: Any) -> tuple[Any, ...]:
+    values = (getattr(state, field.name) for field in dataclasses.fields(state))
+    return tuple(tuple(v.shape) if isinstance(v, Tensor) else v is None for v in values)
+
+
+def _restore(state: Any, fresh: Any) -> None:
+    """Gives `state` the values of `fresh`, tensors in their own memory."""
+    for field in dataclasses.fields(state):
+        value, new = getattr(state, field.name), getattr(fresh, field.name)
+        if isinstance(value, Tensor):
+            value.copy_(new)
+        else:
+            setattr(state, field.name, new)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.nn.cache import KVCache
 
+T = TypeVar("T")
+POLL = 4  # iterations between two looks of the host at a GPU's flag
+
 
 @dataclass
 class Generation:
@@ -25,11 +28,25 @@ class Generation:
         tokens: [B, N] ids.
         nfe: backbone evaluations of one window (all guidance branches of a window count once).
         seconds: wall time of the decode, device work included.
+        rounds: [B, N] the evaluation, from 1, that fixed each token.
+        notes: what the sampler chose automatically or counted.
     """
 
     tokens: Tensor
     nfe: int
     seconds: float
+    rounds: Tensor
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nfe_per_image(self) -> Tensor:
+        """[B] evaluations after which each image was complete."""
+        return self.rounds.amax(1)
+
+    @property
+    def accepted(self) -> Tensor:
+        """[B] tokens that needed no evaluation of their own: all but the first that each evaluation fixed."""
+        return self.rounds.shape[1] - self.nfe_per_image
 
 
 class SamplerLike(Protocol):
@@ -39,6 +56,10 @@ class SamplerLike(Protocol):
 
     def iterations(self, engine: Engine) -> int: ...
 
+    def done(self, state: Any) -> Tensor | None: ...
+
+    def notes(self, state: Any) -> dict[str, Any]: ...
+
 
 class Engine:
     """Decodes a batch of B images with K guidance branches, as K * B rows (branch 0 is the null one).
@@ -47,19 +68,33 @@ class Engine:
         model: a `visgen.model.Model` in eval mode, in the precision it shall run in.
         guidance: weight of the branches.
         warp: temperature and filters.
+        tokenizer: the first 12 digits of the hash of the tokenizer whose tokens these are, where it is known.
+
+    Attributes:
+        given, known: the arguments of the last `begin`.
     """
 
-    def __init__(self, model: Any, guidance: Guidance | None = None, warp: Warp | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        guidance: Guidance | None = None,
+        warp: Warp | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
         self.model = model
+        self.tokenizer = tokenizer
         self.guidance = guidance or Guidance()
         self.warp = warp or Warp()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.tokens: int = model.tokens
         self.vocab: int = model.config.vocab
+        self.grid: tuple[int, ...] = model.grid
         self._cond: Prefix | None = None
         self._cache: KVCache | None = None
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._kept: dict[Hashable, Any] = {}
+        self.given: dict[str, Any] = {}
+        self.known: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:
@@ -72,7 +107,7 @@ class Engine:
         given = self.model.condition(batch)
         branches = [given] if self.guidance.branches == 1 else [self.model.condition.null(given), given]
         self._cond = Prefix.cat(branches)
-        self._known = known
+        self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
@@ -98,25 +133,92 @@ class Engine:
         h = self.model.backbone(previous.repeat(k, 1), pos, cond=self._cond, cache=self._cache)  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         dist = dist.warped(self.warp)
-        if self._known is not None:
-            tokens, mask = self._known
+        if self.known is not None:
+            tokens, mask = self.known
             dist = dist.pin(tokens.gather(1, index), mask.gather(1, index))
         return dist
 
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
         """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch."""
+        state, step = self.prepared(sampler, noise)
         self._synchronize()
         start = time.perf_counter()
-        state = sampler.init(self, noise)
-        total = sampler.iterations(self)
-        for i in range(total):
-            sampler.iterate(state, self.forward, noise)
+        total, flag = sampler.iterations(self), _Flag(self.device)
+        for launched in range(1, total + 1):
+            step()
+            over = launched == total or flag.seen(launched, lambda: sampler.done(state))
             if on_step is not None:
-                on_step(i + 1, total)
+                on_step(total if over else launched, total)
+            if over:
+                break
         self._synchronize()
-        return Generation(state.tokens, total, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        rounds = getattr(state, "rounds", None)
+        if rounds is None:
+            rounds = torch.arange(1, self.tokens + 1, device=self.device).expand(self.batch, -1)
+        # copies, for the next decode may lie in the same buffers
+        return Generation(state.tokens.clone(), launched, seconds, rounds.clone(), sampler.notes(state))
+
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
+        """The state before the first iteration, and what runs one."""
+        state = sampler.init(self, noise)
+        return state, self.stepper(sampler, state, noise)
+
+    def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
+        """What runs one iteration on `state`."""
+        return lambda: sampler.iterate(state, self.forward, noise)
+
+    @torch.inference_mode()
+    def seconds(self, sampler: SamplerLike, state: Any, noise: Noise, iterations: int, warmup: int = 3) -> float:
+        """Wall time of one iteration on this device, by a trial decode whose state is thrown away."""
+        step = self.stepper(sampler, state, noise)
+        for i in range(warmup + iterations):
+            if i == warmup:
+                self._synchronize()
+                start = time.perf_counter()
+            step()
+        self._synchronize()
+        return (time.perf_counter() - start) / iterations
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make()` gave when this engine was first asked for `key`: models and choices that outlast a batch."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once before and after a whole decode: the clock needs it
+
+
+class _Flag:
+    """Whether all rows are complete, as far as the host may know without keeping the device waiting.
+
+    On a GPU the answer is `POLL` to 2 `POLL` iterations old: the host waits for a copy behind which the device has
+    `POLL` more iterations to do, which also bounds how far it runs ahead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.copy: tuple[Tensor, Any] | None = None
+
+    def seen(self, launched: int, done: Callable[[], Tensor | None]) -> bool:
+        if self.cuda and launched % POLL:
+            return False
+        flag = done()
+        if flag is None or not self.cuda:
+            return bool(flag)  # a CPU has nothing to wait for
+        older, self.copy = self.copy, self._copied(flag)
+        if older is None:
+            return False
+        older[1].synchronize()
+        return bool(older[0])
+
+    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
+        """A copy for the host, and the event after which it is there."""
+        host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(flag.device))
+        return host, event

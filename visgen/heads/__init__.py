@@ -21,6 +21,39 @@ class Dist(Protocol):
     def pin(self, tokens: Tensor, mask: Tensor) -> Dist:
         """The law with all mass on `tokens` where `mask` [B, W] is true (known tokens)."""
 
+    def draw(self, noise: Any, index: Tensor, stream: int, iteration: Any = 0, where: Tensor | None = None) -> Tensor:
+        """`sample` by the noise of (seed, index [B, W], stream, iteration); only tokens in `where` are looked at."""
+
+
+class Testable(Dist, Protocol):
+    """A law that drafts can be tested against: `decode/verify.py`."""
+
+    def accept(
+        self,
+        draft: Tensor,
+        drawn_from: Any,
+        noise: Any,
+        index: Tensor,
+        stream: int,
+        iteration: Any = 0,
+        where: Tensor | None = None,
+    ) -> Tensor:
+        """Keeps a draft that was drawn from the law q = `drawn_from` with probability min(1, p / q): bool [B, W]."""
+
+    def residual(
+        self,
+        drawn_from: Any,
+        noise: Any,
+        index: Tensor,
+        stream: int,
+        iteration: Any = 0,
+        where: Tensor | None = None,
+    ) -> Tensor:
+        """Draws from norm(max(p - q, 0)), which replaces a refused draft: ids [B, W]."""
+
+    def like(self, logits: Tensor) -> Testable:
+        """Another law of the same kind, by its logits."""
+
 
 class Head(nn.Module, ABC):
     """Built as `Head(config, width, vocab)`; `vocab` is the number of codes (or channels of continuous tokens)."""

@@ -58,9 +58,19 @@ class Guided(Categorical):
             return super().pin(tokens, mask)
         return Guided(self.branches, self.weights, self.warp, (tokens, mask), self.fused)
 
-    def draw(self, noise: NoiseLike, index: Tensor, stream: int, iteration: Tensor | int = 0) -> Tensor:
+    def like(self, logits: Tensor) -> Categorical:
+        return Categorical(logits)
+
+    def draw(
+        self,
+        noise: NoiseLike,
+        index: Tensor,
+        stream: int,
+        iteration: Tensor | int = 0,
+        where: Tensor | None = None,
+    ) -> Tensor:
         if not self.fused or not (isinstance(iteration, int) and iteration == 0):
-            return super().draw(noise, index, stream, iteration)
+            return super().draw(noise, index, stream, iteration, where)
         from visgen.nn.fused.draw import draw  # Triton is needed here alone
 
         filters = {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}

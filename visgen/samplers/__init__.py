@@ -23,12 +23,23 @@ class Sampler(ABC):
 
     @abstractmethod
     def init(self, engine: Engine, noise: Noise) -> Any:
-        """Static buffers of a decode: a state with `tokens` [B, N]."""
+        """Static buffers of a decode: a state with `tokens` [B, N].
+
+        Where rows finish at different times it also has `rounds` [B, N]: the iteration, from 1, that fixed each token.
+        """
 
     @abstractmethod
     def iterate(self, state: Any, forward: Forward, noise: Noise) -> None:
-        """One iteration, in place on `state`."""
+        """One iteration, in place on `state`. It leaves rows that are complete as they are."""
 
     @abstractmethod
     def iterations(self, engine: Engine) -> int:
-        """Number of iterations after which every row is complete."""
+        """Number of iterations after which every row is complete, whatever is drawn."""
+
+    def done(self, state: Any) -> Tensor | None:
+        """A bool on the device, whether every row is complete; None if that takes all `iterations`."""
+        return None
+
+    def notes(self, state: Any) -> dict[str, Any]:
+        """What a record of this decode should say: choices made automatically, counts. Called once it is over."""
+        return {}

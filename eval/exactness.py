@@ -1,0 +1,258 @@
+"""Are the samplers lossless? Enumeration, simulation, equality of rows, and controls that must fail.
+
+python eval/exactness.py --draws 1000000 --seed 0
+python eval/exactness.py --sampler.kind sjd --sampler.drafting coupled --sampler.window 4    # one setting alone
+
+Every check runs the shipped samplers on tiny models whose law is known: tables of random laws, plain and guided and
+filtered, and a random transformer: its laws as a table, and itself behind the real engine. The last line is one line of
+JSON; exit code 0 iff every sampler passes and every control is caught, for which some ten thousand draws are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visgen import config as configs
+from visgen import exactness as ex
+from visgen import mutants
+from visgen.checks import Positive, Seed
+from visgen.config import kind_of, plugin, plugin_config
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.model import Model, ModelConfig
+from visgen.nn.categorical import Categorical
+from visgen.samplers import Sampler
+
+TOLERANCE = 1e-12  # of an enumerated law, as TV
+ALPHA = 1e-3  # of the whole family of G-tests (Holm), and of that of the controls
+DRAFTINGS, INITS = ("fresh", "coupled", "gumbel", "pure_gumbel"), ("uniform", "left", "up", "repeat")
+FILTERS = (Guidance(2.0, schedule="linear"), Warp(0.9, top_k=2, top_p=0.95))
+
+
+@dataclass(frozen=True)
+class ExactnessConfig:
+    """Proves the samplers lossless, or finds that they are not.
+
+    Attributes:
+        sampler: of this kind alone, or, with settings, this one alone; default all. A draft model is provided.
+        draws: simulated sequences of each case on a table; a tenth of them on the transformer.
+        seed: of the first sequence.
+    """
+
+    sampler: Any = plugin("visgen.samplers", None)
+    draws: Positive = 1_000_000
+    seed: Seed = 0
+
+
+@torch.no_grad()
+def main() -> None:
+    settings, start = configs.load(ExactnessConfig, sys.argv[1:], prog="eval/exactness.py"), time.perf_counter()
+    family = configurations(settings.sampler)
+    enumerated = enumeration(family)
+    simulated = simulation(family, settings.draws, settings.seed)
+    equal = equalities(family)
+    caught = controls(settings.draws, settings.seed)
+    summary: dict[str, Any] = {
+        "enumerated": len(enumerated),
+        "enumeration_max_tv": max(enumerated.values(), default=0.0),
+        "simulated": len(simulated),
+        "draws": settings.draws,
+        "min_holm_p": min(simulated.values(), default=1.0),
+        "equalities": f"{sum(equal.values())}/{len(equal)}",
+        "controls_caught": f"{sum(caught.values())}/{len(caught)}",
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    lossless = summary["enumeration_max_tv"] < TOLERANCE and summary["min_holm_p"] >= ALPHA and all(equal.values())
+    print(json.dumps({"pass": lossless and all(caught.values()), **summary}))
+    raise SystemExit(0 if lossless and all(caught.values()) else 1)
+
+
+# ----------------------------------------------------------------------------------------------------- the cases
+
+
+def configurations(given: Any) -> list[Any]:
+    """Configs of the family: of all samplers, of one kind, or one alone."""
+
+    def config(kind: str, **values: Any) -> Any:
+        return plugin_config("visgen.samplers", kind, **values)
+
+    if given is not None and given != type(given)():
+        return [given]
+    ratio = [(d, i, 3) for d in DRAFTINGS[:2] for i in INITS]
+    other = (
+        [("gumbel", i, 3) for i in INITS[:3]] + [("pure_gumbel", i, 3) for i in INITS[:2]] + [("coupled", INITS[0], 99)]
+    )
+    family = [
+        config("ar"),
+        *(config("sjd", drafting=d, init=i, window=w) for d, i, w in ratio + other),
+        *(config("speculative", length=n, threshold=t) for n, t in ((1, 0.7), (2, 1.0), (4, 0.5))),
+    ]
+    return [c for c in family if given is None or kind_of(c) == kind_of(given)]
+
+
+def name(config: Any) -> str:
+    """A config in few words."""
+    return " ".join([kind_of(config), *(str(v) for v in vars(config).values() if v is not None)])
+
+
+def engines(law: Any = Categorical) -> dict[str, ex.TableEngine]:
+    """Engines of a table of plain laws and of one of guided and filtered laws, each with a draft model."""
+
+    null, given, other = (ex.table(3, 6, seed, sharpness) for seed, sharpness in ((0, 1.2), (1, 1.2), (2, 0.5)))
+    scale = FILTERS[0].weights(ex.lengths(3, 6), 6).unsqueeze(-1)  # [2, nodes, 1]
+    guided = scale[0] * null + scale[1] * given
+
+    def made(grid: tuple[int, int, int], logits: Tensor, draft: Tensor) -> ex.TableEngine:
+        return ex.TableEngine(logits, grid, ex.TableEngine(draft, grid, law=law), law)
+
+    return {
+        "plain": made((1, 2, 3), null, null + other),
+        "filtered": made((1, 3, 2), FILTERS[1](guided), FILTERS[1](guided + other)),
+    }
+
+
+def transformer(grid: tuple[int, int, int], vocab: int, guidance: Guidance, warp: Warp) -> Engine:
+    """The real engine of a random transformer of 3 classes, with a smaller one as its draft model."""
+
+    def model(width: int, seed: int) -> Model:
+        torch.manual_seed(seed)
+        backbone = plugin_config("visgen.backbones", "ar", layers=1, heads=2, width=width, mlp_multiple_of=8)
+        condition = plugin_config("visgen.conditions", "label", classes=3)
+        made = Model(ModelConfig(grid=grid, vocab=vocab, backbone=backbone, condition=condition)).eval()
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
+        return made
+
+    engine = Engine(model(16, 0), guidance, warp)
+    engine.once(("draft", None), lambda: Engine(model(8, 1), guidance, warp))
+    return engine
+
+
+def classes(count: int) -> dict[str, Any]:
+    """A batch of one class."""
+    return {"label": torch.ones(count, dtype=torch.int64)}
+
+
+# --------------------------------------------------------------------------------------------------- the checks
+
+
+def enumeration(family: list[Any]) -> dict[str, float]:
+    """TV of each enumerated law; where the noise is no continuous one that is shared, there is nothing to enumerate."""
+    out, real = {}, transformer((1, 2, 2), 4, *FILTERS)
+    draft: Engine = real.once(("draft", None), lambda: real)
+    laws = [ex.tabulated(e, classes) for e in (draft, real)]
+    drafter = ex.TableEngine(laws[0], (1, 2, 2), law=ex.BranchingLaw)
+    tables = engines(ex.BranchingLaw) | {"transformer": ex.TableEngine(laws[1], (1, 2, 2), drafter, ex.BranchingLaw)}
+    for title, engine in tables.items():
+        for config in family:
+            if kind_of(config) == "ar" or "gumbel" in getattr(config, "drafting", ""):
+                continue
+            tv, nfe = _enumerated(configs.build(_provided(config)), engine)
+            out[f"{title} {name(config)}"] = tv
+            print(f"enumerated  {title:11} {name(config):32} TV {tv:.1e}  NFE {nfe:.3f} of {engine.tokens}", flush=True)
+    return out
+
+
+def _enumerated(sampler: Sampler, engine: ex.TableEngine) -> tuple[float, float]:
+    law, nfe = ex.enumerate_law(sampler, engine)
+    return float((law - ex.joint(engine, ex.rows)).abs().sum()) / 2, nfe
+
+
+def simulation(family: list[Any], draws: int, seed: int) -> dict[str, float]:
+    """p-value of each simulated law, adjusted for the family."""
+    fits: dict[str, ex.Fit] = {}
+    cases: list[tuple[str, Engine, Any, int]] = [(t, e, ex.rows, draws) for t, e in engines().items()]
+    real = transformer((1, 2, 2), 4, *FILTERS)
+    cases.append(("transformer", real, classes, max(draws // 10, 1)))
+    for title, engine, batch, count in cases:
+        for config in family:
+            sampler = configs.build(_provided(config))
+            fit = ex.simulate(sampler, engine, count, seed + (len(fits) << 32), batch)
+            fits[f"{title} {name(config)}"] = fit
+            print(f"simulated   {title:11} {name(config):32} {_words(fit)} of {engine.tokens}", flush=True)
+    return dict(zip(fits, ex.holm([f.p for f in fits.values()]), strict=True))
+
+
+def _words(fit: ex.Fit) -> str:
+    return f"TV {fit.tv:.4f} (floor {fit.floor:.4f})  p {fit.p:.4f}  NFE {fit.nfe:.3f}"
+
+
+def equalities(family: list[Any]) -> dict[str, bool]:
+    """Tokens that must be equal: of an image at every batch size, though rows finish apart; of greedy draws, and of
+    `pure_gumbel`, and those of plain autoregression."""
+    out = {}
+    ar = configs.build(plugin_config("visgen.samplers", "ar"))
+    for config in family:
+        sampler = configs.build(_provided(config))
+        engine = transformer((1, 5, 7), 16, Guidance(1.5), Warp(top_p=0.95))
+        together, nfe = _decoded(sampler, engine, list(range(8)))
+        parts = [torch.cat([_decoded(sampler, engine, p)[0] for p in torch.arange(8).split(n)]) for n in (1, 2)]
+        ragged = kind_of(config) == "ar" or len(nfe.unique()) > 2
+        out[f"rows {name(config)}"] = ragged and all(torch.equal(together, p) for p in parts)
+        if getattr(config, "drafting", "") == "pure_gumbel":
+            out[f"ar {name(config)}"] = torch.equal(together, _decoded(ar, engine, range(8))[0])
+        for warp in (Warp(temperature=0.0), Warp(top_k=1)):
+            greedy = transformer((1, 5, 7), 16, Guidance(1.5), warp)
+            same = torch.equal(*(_decoded(s, greedy, range(8))[0] for s in (sampler, ar)))
+            out[f"greedy {warp.top_k} {name(config)}"] = same
+    for title, same in out.items():
+        if not same:
+            print(f"not equal   {title}")
+    print(f"equal       {sum(out.values())} of {len(out)}: batches of 1, 2 and 8; greedy and pure_gumbel to ar")
+    return out
+
+
+def _decoded(sampler: Sampler, engine: Engine, seeds: Any) -> tuple[Tensor, Tensor]:
+    """Tokens [B, N] and evaluations [B] of the images of these seeds."""
+    seeds = torch.as_tensor(seeds)
+    engine.begin({"label": seeds % 3})
+    result = engine.run(sampler, Noise(seeds))
+    return result.tokens, result.nfe_per_image
+
+
+def controls(draws: int, seed: int) -> dict[str, bool]:
+    """Samplers that are wrong on purpose: is each one seen, by enumeration and by simulation?"""
+
+    def config(drafting: str, init: str = "uniform") -> Any:
+        return plugin_config("visgen.samplers", "sjd", drafting=drafting, init=init, window=3)
+
+    sjd = type(configs.build(config("fresh")))
+    wrong: list[tuple[str, Sampler, Any]] = [
+        ("stale law", mutants.StaleLaw(config("coupled")), None),
+        ("mislabelled init", mutants.MislabelledInit(config("fresh", "repeat")), None),
+        ("resample from p", sjd(config("fresh")), mutants.ResampledLaw),
+        ("filter on the residual", sjd(config("coupled")), mutants.FilteredResidualLaw),
+        ("lock-step, stale law", mutants.LockStep(config("coupled")), None),
+    ]
+    out = {}
+    for i, (title, sampler, law) in enumerate(wrong):
+        drawn = engines(law or Categorical)["plain"]
+        fit = ex.simulate(sampler, drawn, draws + draws % 2, seed + ((1000 + i) << 32))
+        out[f"simulated {title}"] = fit.p < ALPHA / len(wrong)
+        print(f"control     simulated   {title:32} {_words(fit)}", flush=True)
+        if isinstance(sampler, mutants.LockStep):  # its rows are not independent
+            continue
+        branching = ex.BranchingLaw if law is None else type("Wrong", (law, ex.BranchingLaw), {})
+        tv, _ = _enumerated(sampler, engines(branching)["plain"])
+        out[f"enumerated {title}"] = tv > 1e-3
+        print(f"control     enumerated  {title:32} TV {tv:.1e}", flush=True)
+    return out
+
+
+def _provided(config: Any) -> Any:
+    """The config without its draft model, in whose place the engines here have their own."""
+    return dataclasses.replace(config, draft=None) if hasattr(config, "draft") else config
+
+
+if __name__ == "__main__":
+    configs.run_program(main)

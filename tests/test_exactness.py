@@ -1,0 +1,177 @@
+"""The proof of exactness: its parts against twins, and the program itself at a size for every day."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from visgen import exactness as ex
+from visgen import mutants
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
+from visgen.samplers.ar import AR
+from visgen.samplers.ar import Config as ARConfig
+from visgen.samplers.sjd import SJD, Config
+from visgen.samplers.speculative import Config as SpeculativeConfig
+from visgen.samplers.speculative import Speculative
+
+ROOT = Path(__file__).parents[1]
+GRID = (1, 2, 2)
+
+
+def engine(law: Any = ex.BranchingLaw, seed: int = 0) -> ex.TableEngine:
+    logits = ex.table(3, 4, seed, 1.3)
+    return ex.TableEngine(logits, GRID, ex.TableEngine(logits + ex.table(3, 4, 99, 0.6), GRID, law=law), law)
+
+
+def tv(sampler: Any, of: ex.TableEngine) -> float:
+    law, nfe = ex.enumerate_law(sampler, of)
+    assert 1 <= nfe <= 4 and math.isclose(float(law.sum()), 1, abs_tol=1e-12)
+    return float((law - ex.joint(of, ex.rows)).abs().sum()) / 2
+
+
+def test_the_joint_law_is_the_product_of_the_tables() -> None:
+    of, laws = engine(), ex.table(3, 4, 0, 1.3).softmax(-1)
+    for place, sequence in enumerate(itertools.product(range(3), repeat=4)):
+        product, node = 1.0, 0
+        for token in sequence:
+            product, node = product * float(laws[node, token]), 3 * node + token + 1
+        assert math.isclose(float(ex.joint(of, ex.rows)[place]), product, rel_tol=1e-9)
+        assert int(ex.place(torch.tensor([sequence]), 3)) == place
+    assert ex.lengths(3, 4).tolist() == [0] + [1] * 3 + [2] * 9 + [3] * 27
+
+
+def test_a_real_engine_as_a_table(make_model: Callable[..., Any]) -> None:
+    real = Engine(make_model(grid=GRID, vocab=3), Guidance(2.0, schedule="linear"), Warp(0.9, top_k=2))
+
+    def batch(count: int) -> dict[str, Any]:
+        return {"label": torch.ones(count, dtype=torch.int64)}
+
+    of = ex.TableEngine(ex.tabulated(real, batch), GRID)
+    assert torch.allclose(ex.joint(of, ex.rows), ex.joint(real, batch), atol=1e-6)
+
+
+def test_a_table_reads_what_was_fed_last() -> None:
+    of, logits = engine(), ex.table(3, 4, 0, 1.3)
+    first = of.forward(torch.tensor([[9, 2, 1]]), torch.tensor([[0, 1, 2]]))
+    assert torch.allclose(first.logits[0].double(), logits[[0, 3, 11]], atol=1e-6)
+    again = of.forward(torch.tensor([[0, 2]]), torch.tensor([[1, 2]]))  # token 0 was refused
+    assert torch.allclose(again.logits[0].double(), logits[[1, 6]], atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("window", [2, 3, 9])
+@pytest.mark.parametrize("init", ["uniform", "left", "up", "repeat"])
+@pytest.mark.parametrize("drafting", ["fresh", "coupled"])
+def test_speculative_jacobi_decoding_is_exact(drafting: Any, init: Any, window: int, seed: int) -> None:
+    assert tv(SJD(Config(drafting, window, init)), engine(seed=seed)) < 1e-12
+
+
+@pytest.mark.parametrize(("length", "threshold"), [(1, 1.0), (2, 0.3), (3, 0.6), (5, 1.0)])
+def test_speculative_sampling_is_exact(length: int, threshold: float) -> None:
+    assert tv(Speculative(SpeculativeConfig(None, length, threshold)), engine()) < 1e-12
+
+
+def test_a_draw_that_is_said_to_be_unseen_must_be() -> None:
+    """An enumeration spares what `where` leaves out, so it must notice when that is looked at all the same."""
+
+    class Careless(ex.BranchingLaw):
+        def residual(self, *given: Any) -> torch.Tensor:
+            return super().residual(*given[:-1], torch.zeros_like(given[-1]))
+
+    assert tv(SJD(Config("coupled", 3)), engine(Careless)) > 0.05
+
+
+def test_simulation_counts_as_enumeration_does() -> None:
+    sampler = SJD(Config("coupled", 3))
+    _, nfe = ex.enumerate_law(sampler, engine())
+    fit = ex.simulate(sampler, engine(ex.Categorical), 50_000, seed=10**9)
+    assert abs(fit.nfe - nfe) < 0.02 and fit.p > 1e-4 and fit.tv < 1.3 * fit.floor
+
+
+def test_simulated_laws_are_the_models() -> None:
+    """What enumeration cannot do: the shipped noise, and drafts that share it."""
+    samplers = [SJD(Config(d, 3, i)) for d, i in (("fresh", "up"), ("gumbel", "left"), ("pure_gumbel", "uniform"))]
+    samplers += [Speculative(SpeculativeConfig(None, 2, 0.5)), AR(ARConfig())]  # type: ignore[list-item]
+    fits = [ex.simulate(s, engine(ex.Categorical), 100_000, seed=(k + 7) << 32) for k, s in enumerate(samplers)]
+    assert min(ex.holm([f.p for f in fits])) > 1e-3
+
+
+def test_lock_step_rows_advance_together() -> None:
+    of, sampler = engine(ex.Categorical), mutants.LockStep(Config("coupled", 2))
+    of.begin(ex.rows(6))
+    state, noise = sampler.init(of, Noise(torch.arange(6))), Noise(torch.arange(6))
+    sampler.iterate(state, of.forward, noise)
+    assert torch.equal(state.position[::2], state.position[1::2])
+
+
+def test_the_g_test_equals_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    law = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.039, 0.0007, 0.0003], dtype=torch.float64)
+    counts = torch.tensor([420.0, 270, 210, 60, 38, 2, 0], dtype=torch.float64)
+    pooled = [*counts[:5].tolist(), 2.0], [*(1000 * law[:5]).tolist(), 1.0]
+    expected = stats.power_divergence(*pooled, lambda_="log-likelihood").pvalue
+    assert math.isclose(ex.g_test(counts, law), expected, rel_tol=1e-6)
+    assert ex.g_test(counts, torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04, 0, 0], dtype=torch.float64)) == 0
+
+
+def test_holms_adjustment() -> None:
+    assert ex.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert ex.holm([]) == [] and ex.holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+
+
+def test_the_floor_is_what_the_law_itself_shows() -> None:
+    fits = [ex.simulate(AR(ARConfig()), engine(ex.Categorical), 20_000, seed=k << 32) for k in range(8)]
+    assert sum(f.tv for f in fits) / 8 == pytest.approx(fits[0].floor, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture
+def prove(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Runs `eval/exactness.py`: its exit code and its last line."""
+    spec = importlib.util.spec_from_file_location("program_exactness", ROOT / "eval" / "exactness.py")
+    assert spec and spec.loader
+    program = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+
+    def run(*flags: str, **patches: Any) -> tuple[int, Any]:
+        for name, value in patches.items():
+            monkeypatch.setattr(program.mutants, name, value)
+        monkeypatch.setattr(sys, "argv", ["exactness", *flags])
+        with pytest.raises(SystemExit) as stop:
+            program.main()
+        return int(stop.value.code or 0), json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+def test_the_default_sampler_is_proved_on_1e5_draws(prove: Callable[..., tuple[int, Any]]) -> None:
+    code, said = prove("--draws", "100000", "--sampler.kind", "sjd", "--sampler.window", "3")
+    assert code == 0 and said["pass"] and said["enumeration_max_tv"] < 1e-12
+    assert (said["enumerated"], said["simulated"]) == (3, 3)
+    assert said["controls_caught"] == "9/9" and said["equalities"] == "3/3"
+
+
+def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -> None:
+    flags = ("--draws", "2000", "--sampler.kind", "sjd", "--sampler.window", "2")
+    code, said = prove(*flags, StaleLaw=SJD)  # no control at all: it is exact
+    assert code == 1 and not said["pass"] and said["enumeration_max_tv"] < 1e-12
+
+
+@pytest.mark.slow
+def test_every_sampler_is_proved_on_1e6_draws(prove: Callable[..., tuple[int, Any]]) -> None:
+    code, said = prove("--draws", "1000000")
+    assert code == 0 and said["pass"] and said["seconds"] < 900
