@@ -88,7 +88,8 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
     engine, sampler, noise = CapturedEngine(model, Guidance(2.0)), AR(Config()), Noise(torch.arange(4, device=DEVICE))
     engine.begin({"label": LABELS})
     engine.run(sampler, noise)
-    _, step = engine.prepared(sampler, noise)
+    with torch.inference_mode():
+        _, step = engine.prepared(sampler, noise)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(sampler.iterations(engine)):
