@@ -16,6 +16,7 @@ import torch
 
 from visgen import exactness as ex
 from visgen import mutants
+from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
@@ -166,9 +167,22 @@ def test_the_default_sampler_is_proved_on_1e5_draws(prove: Callable[..., tuple[i
 
 
 def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -> None:
-    flags = ("--draws", "2000", "--sampler.kind", "sjd", "--sampler.window", "2")
+    flags = ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "2")
     code, said = prove(*flags, StaleLaw=SJD)  # no control at all: it is exact
     assert code == 1 and not said["pass"] and said["enumeration_max_tv"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--draws 9999", "draws is 9999"),
+        ("--sampler.kind sjd --sampler.window auto", "window auto"),
+        ("--sampler.kind speculative --sampler.draft nowhere", "sampler.draft nowhere is not read"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused(prove: Callable[..., tuple[int, Any]], flags: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prove(*flags.split())
 
 
 @pytest.mark.slow

@@ -158,9 +158,12 @@ def _load(path: Path | None, engine: Engine) -> Engine:
     """
     from visgen.checkpoint import WEIGHTS, find_step, load_model, read_metadata
 
-    if path is None:
+    if path is None or str(path) == ".":  # "." is what an empty flag becomes
         raise UserError("sampler.draft is needed: the run directory of a smaller model of the same tokenizer")
-    step = find_step(path)
+    try:
+        step = find_step(path)
+    except UserError as error:
+        raise UserError(f"sampler.draft: {error}") from None
     model, its = load_model(step), (read_metadata(step / WEIGHTS).get("tokenizer") or "")[:12] or None
     wanted: dict[str, Any] = {"grid": tuple(engine.grid), "vocab": engine.vocab, "tokenizer": engine.tokenizer}
     given: dict[str, Any] = {"grid": tuple(model.grid), "vocab": model.config.vocab, "tokenizer": its}
