@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,7 +90,7 @@ def main() -> None:
         f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s\n\n"
         f"{speed.table(rows)}\n"
     )
-    (out / "speed.json").write_text(json.dumps({**facts, "rows": speed.to_dicts(rows)}, indent=1) + "\n")
+    (out / "speed.json").write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     (out / "speed.md").write_text(f"```\n{facts['command']}\n```\n\n{text}")
     print(text)
 

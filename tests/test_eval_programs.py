@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import program
 from safetensors.torch import save_file
 
 from visgen import evaluate as ev
@@ -20,14 +20,6 @@ from visgen.metrics.protocol import SamplePlan
 ROOT = Path(__file__).parents[1]
 SMALL = """--data.kind synthetic --data.image-size 16 --data.classes 3 --data.n 90 --data.n-held-out 70
     --extractor fd_debug --n 66 --engine.device cpu"""
-
-
-def program(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"program_{name}", ROOT / "eval" / f"{name}.py")
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import program
 
 from visgen import exactness as ex
 from visgen import mutants
@@ -143,17 +143,14 @@ def test_the_floor_is_what_the_law_itself_shows() -> None:
 @pytest.fixture
 def prove(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
     """Runs `eval/exactness.py`: its exit code and its last line."""
-    spec = importlib.util.spec_from_file_location("program_exactness", ROOT / "eval" / "exactness.py")
-    assert spec and spec.loader
-    program = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    exactness = program("exactness")
 
     def run(*flags: str, **patches: Any) -> tuple[int, Any]:
         for name, value in patches.items():
-            monkeypatch.setattr(program.mutants, name, value)
+            monkeypatch.setattr(exactness.mutants, name, value)
         monkeypatch.setattr(sys, "argv", ["exactness", *flags])
         with pytest.raises(SystemExit) as stop:
-            program.main()
+            exactness.main()
         return int(stop.value.code or 0), json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run

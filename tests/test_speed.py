@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from programs import program
 
 from visgen import speed
 from visgen.config import UserError, build, load, run_program
@@ -23,14 +22,6 @@ from visgen.train.main import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 MakeModel = Callable[..., Model]
-
-
-def program() -> Any:
-    spec = importlib.util.spec_from_file_location("program_speed", ROOT / "eval" / "speed.py")
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_floor_by_hand(make_model: MakeModel) -> None:
@@ -69,7 +60,7 @@ def test_the_program(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     flags = ["--batches", "1", "2", "--repeats", "1", "--engine.device", "cpu", "--profile", "--out", str(tmp_path)]
     monkeypatch.setattr(speed, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(sys, "argv", ["speed.py", "--checkpoint", str(checkpoint_dir), *flags])
-    program().main()
+    program("speed").main()
     found = json.loads((tmp_path / "speed.json").read_text())
     assert [row["batch"] for row in found["rows"]] == [1, 2]
     assert (found["weights"], found["engine"], found["precision"]) == ("trained", "eager", "float32")
@@ -79,7 +70,7 @@ def test_the_program(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_training_config_gives_random_weights() -> None:
-    module = program()
+    module = program("speed")
     settings = module.SpeedConfig(config=ROOT / "configs/debug/next_token.yaml", engine=EngineConfig(device="cpu"))
     model, weights = module.build(settings)
     assert weights == "random" and model.head.output.weight.std() > 0.01
@@ -102,7 +93,7 @@ def test_refused(
     monkeypatch.setattr(speed, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr(sys, "argv", ["speed.py", *flags.split(), "--engine.device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:
-        run_program(program().main)
+        run_program(program("speed").main)
     assert stopped.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -112,4 +103,4 @@ def test_a_copy_has_a_bandwidth() -> None:
 
 def test_errors_are_user_errors() -> None:
     with pytest.raises(UserError, match="one of --checkpoint"):
-        program().build(program().SpeedConfig())
+        program("speed").build(program("speed").SpeedConfig())

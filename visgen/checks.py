@@ -40,7 +40,8 @@ class Range:
 Positive = Annotated[int, Range(1)]
 Depth = Annotated[int, Range(1, 1000)]  # of modules that are made one by one
 Natural = Annotated[int, Range(0)]
-Seed = Annotated[int, Range(0, 2**63 - 1)]
+SEEDS = Range(0, 2**63 - 1)
+Seed = Annotated[int, SEEDS]
 Share = Annotated[float, Range(0, 1)]
 Rate = Annotated[float, Range(0, 1, "[)")]  # of a dropout or a decay, of which 1 would leave nothing
 Weight = Annotated[float, Range(0)]

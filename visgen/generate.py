@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from visgen import config as configs
+from visgen.checks import SEEDS
 from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -400,5 +401,5 @@ def stream(
 
 def check_seed(seed: int) -> None:
     """Raises `UserError` for a number that `checks.Seed` does not hold."""
-    if not 0 <= seed < 2**63:
+    if seed not in SEEDS:
         raise UserError(f"seed {seed} is no seed; it must lie within 0 and 2^63 - 1")

@@ -7,9 +7,8 @@ the live part of the cache. Its bandwidth is measured in the same process, by a 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig
+from visgen.metrics.timing import Stopwatch
 from visgen.model import Model
 
 
@@ -53,14 +53,11 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
     size = (1 << 30) if device.type == "cuda" else (1 << 27)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    best = 0.0
+    watch = Stopwatch(device, warmup=1)
     for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        best = max(best, 2 * size / (time.perf_counter() - start))
-    return best
+        with watch.lap():
+            target.copy_(source)
+    return 2 * size / min(seconds for seconds, _ in watch.counted)
 
 
 def floor_bytes(model: Model, rows: int) -> int:
@@ -149,10 +146,6 @@ def table(rows: list[Speed]) -> str:
     return "\n".join(out)
 
 
-def to_dicts(rows: list[Speed]) -> list[dict[str, Any]]:
-    return [asdict(r) for r in rows]
-
-
 def _kernels(work: Callable[[], Any], device: torch.device) -> str:
     on = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -161,8 +154,3 @@ def _kernels(work: Callable[[], Any], device: torch.device) -> str:
         work()
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     return found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

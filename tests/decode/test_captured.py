@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_auto_is_eager_without_a_gpu_and_captured_is_refused(make_model: MakeMod
 
 
 def test_without_triton_the_eager_engine_is_the_remedy(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match=r"needs Triton.*--engine.kind eager"):
         CapturedEngine(make_model())
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from visgen.conditions import Prefix
 from visgen.nn.cache import KVCache
-from visgen.nn.fused import check_available
+from visgen.nn.fused.attention import check_head_dim, decode_attention, reach_of
+from visgen.nn.fused.embed import embed
+from visgen.nn.fused.linear import Workspace, linear
 from visgen.nn.rope import rope_2d
 
 
@@ -24,29 +26,22 @@ class FusedAR:
         net: an `ARTransformer` in eval mode.
 
     Raises:
-        UserError: no Triton, or a head size that the kernels do not have.
+        UserError: a head size that the kernels do not have.
     """
 
     def __init__(self, net: Any) -> None:
-        check_available()
-        from visgen.nn.fused import attention, linear
-
         config, layout = net.config, net.layout
         self.net, self.eps = net, config.norm_eps
         device = net.tok_embeddings.weight.device
         head_dim = config.width // config.heads
-        attention.check_head_dim(head_dim)
+        check_head_dim(head_dim)
         self.rotation = rope_2d(net.coords, head_dim, config.rope_base).contiguous()  # [S, d/2, 2]
         group = layout.group.to(device)
-        self.group, self.reach = group.int(), attention.reach_of(group)
-        self.workspace = linear.Workspace(device)
+        self.group, self.reach = group.int(), reach_of(group)
+        self.workspace = Workspace(device)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, pos: Tensor, cond: Prefix, cache: KVCache) -> Tensor:
-        from visgen.nn.fused.attention import decode_attention
-        from visgen.nn.fused.embed import embed
-        from visgen.nn.fused.linear import linear
-
         net, ws, eps = self.net, self.workspace, self.eps
         slots = pos.flatten()
         rows, width = cond.vectors.shape[0], net.width

@@ -19,6 +19,7 @@ from visgen.decode.engine import Engine, SamplerLike
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
+from visgen.nn.fused import check_available
 from visgen.nn.guided import Guided
 
 
@@ -37,10 +38,8 @@ class CapturedEngine(Engine):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(model, guidance, warp, tokenizer)
-        from visgen.nn.fused import check_available
-
         check_available()
-        from visgen.nn.fused.draw import check_vocab
+        from visgen.nn.fused.draw import check_vocab  # needs Triton
 
         check_vocab(self.vocab)
         self._fused = model.backbone.fused()

@@ -168,9 +168,8 @@ def middle(shape: Shape, channels: int) -> nn.Sequential:
 
 def conv(shape: Shape, in_channels: int, out_channels: int) -> nn.Conv2d:
     """3x3 convolution; 1x1 in a local shape."""
-    return (
-        nn.Conv2d(in_channels, out_channels, 1) if shape.local else nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    )
+    side = 1 if shape.local else 3
+    return nn.Conv2d(in_channels, out_channels, side, padding=side // 2)
 
 
 def norm(shape: Shape, channels: int) -> nn.Module:

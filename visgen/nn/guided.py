@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from visgen.nn.categorical import Categorical, NoiseLike
@@ -74,5 +73,4 @@ class Guided(Categorical):
         from visgen.nn.fused.draw import draw  # Triton is needed here alone
 
         filters = {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
-        weights = self.weights if len(self.branches) > 1 else torch.ones_like(self.weights)
-        return draw(self.branches, weights, noise.seeds, index, stream=stream, known=self.known, **filters)
+        return draw(self.branches, self.weights, noise.seeds, index, stream=stream, known=self.known, **filters)

@@ -66,18 +66,16 @@ def fit(
     objective.setup(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     start = load(state, resume) if resume is not None else 0
-    mended = ""
     if accelerator.is_main_process:
         checkpoint.clean(run)
         state.tokenizer = keep_tokenizer(objective, data, run, resume)
-        if resume is not None and resume.parent.resolve() == run.resolve():
-            mended = mend_export(state, resume, start)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
-        if mended:
-            out.say(mended)
+            in_place = resume if resume is not None and resume.parent.resolve() == run.resolve() else None
+            if in_place is not None and (mended := mend_export(state, in_place, start)):
+                out.say(mended)
         if start >= loop.steps:
             out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
         elif _enough(state):

@@ -142,25 +142,35 @@ def _attend(
         here = seen[:, None] & real[None, :]
         past = tl.load(keys + at, mask=here, other=0.0).to(tl.float32)  # [BS, BD]
         kept = tl.load(values + at, mask=here, other=0.0).to(tl.float32)
-        if QUERIES == 1:
-            score = tl.sum(past * q, axis=1)[None, :]  # [1, BS]
-        else:
-            score = tl.sum(q[:, None, :] * past[None, :, :], axis=2)
-        score = tl.where(seen[None, :], score, float("-inf"))
+        score = tl.where(seen[None, :], _dots(q, past, QUERIES), float("-inf"))
         top = tl.maximum(best, tl.max(score, axis=1))
         share = tl.exp2(score - top[:, None])  # [QUERIES, BS]
         fade = tl.exp2(best - top)
         total = total * fade + tl.sum(share, axis=1)
-        if QUERIES == 1:
-            gain = tl.sum(tl.reshape(share, [BS])[:, None] * kept, axis=0)[None, :]
-        else:
-            gain = tl.sum(share[:, :, None] * kept[None, :, :], axis=1)
-        mixed = mixed * fade[:, None] + gain
+        mixed = mixed * fade[:, None] + _weighted(share, kept, QUERIES, BS)
         best = top
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(
         out + row * heads * HEAD_DIM + (head * queries + member)[:, None] * HEAD_DIM + dim[None, :], result, mask=asked
     )
+
+
+@triton.jit
+def _dots(q, past, QUERIES: tl.constexpr):
+    """q [QUERIES, BD], past [BS, BD] -> [QUERIES, BS]."""
+    if QUERIES == 1:
+        return tl.sum(past * q, axis=1)[None, :]
+    else:
+        return tl.sum(q[:, None, :] * past[None, :, :], axis=2)
+
+
+@triton.jit
+def _weighted(share, kept, QUERIES: tl.constexpr, BS: tl.constexpr):
+    """share [QUERIES, BS], kept [BS, BD] -> [QUERIES, BD]."""
+    if QUERIES == 1:
+        return tl.sum(tl.reshape(share, [BS])[:, None] * kept, axis=0)[None, :]
+    else:
+        return tl.sum(share[:, :, None] * kept[None, :, :], axis=1)
 
 
 @triton.jit

@@ -162,29 +162,15 @@ def _few_rows(
         if UP:
             u0 += v * x0[None, :]
             u1 += v * x1[None, :]
-    y0 = tl.sum(a0, axis=1)
-    y1 = tl.sum(a1, axis=1)
-    if NORM:
-        r0 = 1 / tl.sqrt(tl.sum(s0, axis=0) / k + eps)
-        r1 = 1 / tl.sqrt(tl.sum(s1, axis=0) / k + eps)
-        y0 *= r0
-        y1 *= r1
-    if UP:
-        z0 = tl.sum(u0, axis=1)
-        z1 = tl.sum(u1, axis=1)
-        if NORM:
-            z0 *= r0
-            z1 *= r1
-        y0 = y0 / (1 + tl.exp(-y0)) * z0
-        y1 = y1 / (1 + tl.exp(-y1)) * z1
-    first = row * n + col
-    in_first = (col < n) & (row < m)
-    in_second = (col < n) & (row + 1 < m)
-    if RESIDUAL:
-        y0 += tl.load(residual + first, mask=in_first, other=0.0).to(tl.float32)
-        y1 += tl.load(residual + first + n, mask=in_second, other=0.0).to(tl.float32)
-    tl.store(out + first, y0.to(out.dtype.element_ty), mask=in_first)
-    tl.store(out + first + n, y1.to(out.dtype.element_ty), mask=in_second)
+    one = tl.arange(0, 1)
+    q0 = tl.sum(s0, axis=0) + tl.zeros([1], dtype=tl.float32)
+    q1 = tl.sum(s1, axis=0) + tl.zeros([1], dtype=tl.float32)
+    y0 = tl.sum(a0, axis=1)[None, :]
+    y1 = tl.sum(a1, axis=1)[None, :]
+    z0 = tl.sum(u0, axis=1)[None, :]
+    z1 = tl.sum(u1, axis=1)[None, :]
+    _finish(y0, z0, q0, row + one, col, residual, out, m, n, k, eps, NORM, UP, RESIDUAL)
+    _finish(y1, z1, q1, row + 1 + one, col, residual, out, m, n, k, eps, NORM, UP, RESIDUAL)
 
 
 @triton.jit
