@@ -97,6 +97,8 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    with torch.inference_mode():
+        _, step = engine.prepared(sampler, noise)
     before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
     for _ in range(sampler.iterations(engine)):
         step()

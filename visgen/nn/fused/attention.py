@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visgen.checks import UserError
 from visgen.nn.fused import EAGER
+from visgen.nn.fused.chain import chained, fetch, follow
 
 MAX_HEAD_DIM = 256
 
@@ -64,7 +65,10 @@ def decode_attention(
         QUERIES=triton.next_power_of_2(heads // kv_heads),
         BS=64 if many else 128,
         PADDED=visible is not None,
+        AHEAD=64 if many else 1 << 16,
+        CHAIN=(chain := chained(out.device)),
         num_warps=2 if many else 4,
+        launch_pdl=chain,
     )
     return out
 
@@ -103,11 +107,13 @@ def _attend(
     QUERIES: tl.constexpr,
     BS: tl.constexpr,
     PADDED: tl.constexpr,
+    AHEAD: tl.constexpr,  # slots that are fetched before the wait
+    CHAIN: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
-    slot = tl.load(pos + row % images).to(tl.int32)
+    slot = tl.load(pos + row % images).to(tl.int32)  # nothing of this iteration writes it before its last kernels
     mine = tl.load(group + slot)
     pair = tl.arange(0, BD // 2)
     dim = tl.arange(0, BD)
@@ -116,6 +122,12 @@ def _attend(
     cos = tl.load(rotation + slot * HEAD_DIM + 2 * pair, mask=2 * pair < HEAD_DIM, other=0.0)
     sin = tl.load(rotation + slot * HEAD_DIM + 2 * pair + 1, mask=2 * pair < HEAD_DIM, other=0.0)
 
+    base = (row * kv_heads + head).to(tl.int64) * slots * HEAD_DIM
+    end = tl.load(reach + slot)
+    one = tl.arange(0, 1)
+    fetch(keys + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    fetch(values + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    follow(CHAIN)
     heads = queries * kv_heads
     new = qkv + row * (heads + 2 * kv_heads) * HEAD_DIM
     asked = (member[:, None] < queries) & real[None, :]
@@ -124,7 +136,6 @@ def _attend(
     k = tl.load(new + (heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
     k = _rotate(k[None, :], cos, sin, 1, BD).to(k.dtype)
     v = tl.load(new + (heads + kv_heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
-    base = (row * kv_heads + head).to(tl.int64) * slots * HEAD_DIM
     flat = tl.reshape(k, [BD])
     tl.store(keys + base + slot * HEAD_DIM + dim, flat, mask=real)
     tl.store(values + base + slot * HEAD_DIM + dim, v, mask=real)
@@ -132,7 +143,7 @@ def _attend(
     best = tl.sum(q * k.to(tl.float32), axis=1)  # [QUERIES], of the new slot itself
     total = tl.full([QUERIES], 1.0, tl.float32)
     mixed = tl.zeros([QUERIES, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
-    for start in range(0, tl.load(reach + slot), BS):
+    for start in range(0, end, BS):
         key = start + tl.arange(0, BS)
         seen = (key < slots) & (key != slot)
         seen = seen & (tl.load(group + key, mask=seen, other=2147483647) <= mine)

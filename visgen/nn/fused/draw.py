@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 
 from visgen.checks import UserError
 from visgen.nn.fused import EAGER
+from visgen.nn.fused.chain import chained, follow
 
 MAX_VOCAB = 32768  # a law lies in the registers of one program
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -73,7 +74,9 @@ def draw(
         TOP_P=top_p < 1,
         KNOWN=known is not None,
         BLOCK=triton.next_power_of_2(v),
+        CHAIN=(chain := chained(out.device)),
         num_warps=16 if v > 4096 else 4,
+        launch_pdl=chain,
     )
     return out
 
@@ -106,7 +109,9 @@ def _draw(
     TOP_P: tl.constexpr,
     KNOWN: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
+    follow(CHAIN)
     law = tl.program_id(0)
     at = tl.load(index + law)
     lane = tl.arange(0, BLOCK)

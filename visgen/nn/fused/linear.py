@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from visgen.nn.fused.chain import chained, fetch, follow
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -88,8 +90,10 @@ def linear(
         BN=tile.n,
         BK=tile.k,
         EXACT=x.dtype == torch.float32,
+        CHAIN=(chain := chained(x.device)),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=chain,
     )
     return out
 
@@ -131,6 +135,7 @@ def _few_rows(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EXACT: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     """Two rows, multiplied element by element."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -142,13 +147,20 @@ def _few_rows(
     u1 = tl.zeros([BN, BK], dtype=tl.float32)
     s0 = tl.zeros([BK], dtype=tl.float32)
     s1 = tl.zeros([BK], dtype=tl.float32)
+    w = _piece(weight, col, inner, n, k)
+    if UP:
+        v = _piece(up, col, inner, n, k)
+        fetch(up, col, n, BK, k, k, CHAIN)
+    fetch(weight, col, n, BK, k, k, CHAIN)
+    follow(CHAIN)
     for start in range(0, k, BK):
         at = start + inner
         live = at < k
-        here = (col[:, None] < n) & live[None, :]
-        w = tl.load(weight + col[:, None] * k + at[None, :], mask=here, other=0.0).to(tl.float32)
+        w_now = w.to(tl.float32)
+        w = _piece(weight, col, at + BK, n, k)  # on its way while this one is used
         if UP:
-            v = tl.load(up + col[:, None] * k + at[None, :], mask=here, other=0.0).to(tl.float32)
+            v_now = v.to(tl.float32)
+            v = _piece(up, col, at + BK, n, k)
         x0 = tl.load(x + row * k + at, mask=live & (row < m), other=0.0).to(tl.float32)
         x1 = tl.load(x + (row + 1) * k + at, mask=live & (row + 1 < m), other=0.0).to(tl.float32)
         if NORM:
@@ -157,11 +169,11 @@ def _few_rows(
             g = tl.load(gain + at, mask=live, other=0.0).to(tl.float32)
             x0 *= g
             x1 *= g
-        a0 += w * x0[None, :]
-        a1 += w * x1[None, :]
+        a0 += w_now * x0[None, :]
+        a1 += w_now * x1[None, :]
         if UP:
-            u0 += v * x0[None, :]
-            u1 += v * x1[None, :]
+            u0 += v_now * x0[None, :]
+            u1 += v_now * x1[None, :]
     one = tl.arange(0, 1)
     q0 = tl.sum(s0, axis=0) + tl.zeros([1], dtype=tl.float32)
     q1 = tl.sum(s1, axis=0) + tl.zeros([1], dtype=tl.float32)
@@ -171,6 +183,12 @@ def _few_rows(
     z1 = tl.sum(u1, axis=1)[None, :]
     _finish(y0, z0, q0, row + one, col, residual, out, m, n, k, eps, NORM, UP, RESIDUAL)
     _finish(y1, z1, q1, row + 1 + one, col, residual, out, m, n, k, eps, NORM, UP, RESIDUAL)
+
+
+@triton.jit
+def _piece(weight, col, at, n, k):
+    """weight[col, at], zero outside [N, K]."""
+    return tl.load(weight + col[:, None] * k + at[None, :], mask=(col[:, None] < n) & (at[None, :] < k), other=0.0)
 
 
 @triton.jit
@@ -195,6 +213,7 @@ def _rows(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EXACT: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     """A tile [BM, BN] on the matrix units."""
     col = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -205,6 +224,11 @@ def _rows(
     a = tl.zeros([BM, BN], dtype=tl.float32)
     u = tl.zeros([BM, BN], dtype=tl.float32)
     squares = tl.zeros([BM], dtype=tl.float32)
+    if tl.program_id(1) == 0:
+        fetch(weight, col, n, begin, min(begin + share, k), k, CHAIN)
+        if UP:
+            fetch(up, col, n, begin, min(begin + share, k), k, CHAIN)
+    follow(CHAIN)
     for start in range(begin, min(begin + share, k), BK):
         at = start + tl.arange(0, BK)
         live = at < k
