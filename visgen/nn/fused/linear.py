@@ -62,7 +62,8 @@ def linear(
     m, k = x.shape
     n = weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
-    tile = tile or choose(m, n, k, gain is not None or up is not None)
+    exact = x.dtype == torch.float32
+    tile = tile or choose(m, n, k, gain is not None or up is not None, exact)
     grid = (triton.cdiv(n, tile.n), triton.cdiv(m, tile.m), tile.split)
     if tile.split > 1 and (grid[0] * grid[1] * tile.split * tile.m * tile.n > workspace.parts.numel()):
         raise ValueError(f"tile {tile} of [{m}, {k}] x [{n}, {k}] does not fit the workspace")
@@ -87,23 +88,27 @@ def linear(
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
-        EXACT=x.dtype == torch.float32,
+        EXACT=exact,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     return out
 
 
-def choose(m: int, n: int, k: int, whole: bool) -> Tile:
-    """The tile of [M, K] x [N, K]; `whole` forbids to split K, as norm and gate need all of it."""
+def choose(m: int, n: int, k: int, whole: bool, exact: bool = False) -> Tile:
+    """The tile of [M, K] x [N, K]; `whole` forbids to split K, as norm and gate need all of it, `exact` is float32."""
     if m <= 2:
         return Tile(2, 8 if n >= 4096 else 4, 512, 1, 4, 1)
     if m <= 16:
         wide = Tile(16, 16, 256, 1, 4, 4)
     elif m <= 64:
         wide = Tile(64, 32, 128, 1, 4, 4)
-    else:
+    elif m <= 128:
         wide = Tile(128, 32, 64, 1, 8, 4)
+    else:  # the widest tile that fits and still fills the 132 multiprocessors of an H100
+        widths = () if exact else (128, 64)
+        fill = (w for w in widths if triton.cdiv(m, 128) * triton.cdiv(n, w) >= 132)
+        wide = Tile(128, next(fill, 32), 64, 1, 8, 4)
     programs = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
     split = 1 if whole else min(8, max(1, 128 // programs), max(1, k // (4 * wide.k)))
     return Tile(wide.m, wide.n, wide.k, 1 << (split.bit_length() - 1), wide.warps, wide.stages)
