@@ -24,7 +24,7 @@ from visgen.nn.guided import Guided
 
 
 class CapturedEngine(Engine):
-    """As `Engine`, on a GPU. Windows of one slot take the backbone's fused step where it has one.
+    """As `Engine`, on a GPU. Windows take the backbone's fused form where it has one.
 
     Raises:
         UserError: no Triton, or sizes that the fused kernels do not have; each names the eager engine as the remedy.
@@ -59,12 +59,12 @@ class CapturedEngine(Engine):
             self._captured.clear()
             self._cond, self.known = _cloned(fresh), _cloned(known)
 
-    def forward(self, previous: Tensor, index: Tensor) -> Any:
-        if self._fused is None or index.shape[1] != 1:
-            return super().forward(previous, index)
+    def forward(self, tokens: Tensor, index: Tensor) -> Any:
+        if self._fused is None:
+            return super().forward(tokens, index)
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
-        h = self._fused(previous, index + self.model.condition.prefix - 1, self._cond, self._cache)  # [K B, 1, D]
+        h = self._fused(tokens, index, self._cond, self._cache)  # [K B, W, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weights[:, index]).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
