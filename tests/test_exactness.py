@@ -65,9 +65,9 @@ def test_a_real_engine_as_a_table(make_model: Callable[..., Any]) -> None:
 
 def test_a_table_reads_what_was_fed_last() -> None:
     of, logits = engine(), ex.table(3, 4, 0, 1.3)
-    first = of.forward(torch.tensor([[9, 2, 1]]), torch.tensor([[0, 1, 2]]))
+    first = of.forward(torch.tensor([[2, 1, 0, 0]]), torch.tensor([[0, 1, 2]]))
     assert torch.allclose(first.logits[0].double(), logits[[0, 3, 11]], atol=1e-6)
-    again = of.forward(torch.tensor([[0, 2]]), torch.tensor([[1, 2]]))  # token 0 was refused
+    again = of.forward(torch.tensor([[0, 2, 0, 0]]), torch.tensor([[1, 2]]))  # token 0 was refused
     assert torch.allclose(again.logits[0].double(), logits[[1, 6]], atol=1e-6)
 
 

@@ -56,9 +56,9 @@ class TableEngine(Engine):
     def batch(self) -> int:
         return len(self.read)
 
-    def forward(self, previous: Tensor, index: Tensor) -> Any:
+    def forward(self, tokens: Tensor, index: Tensor) -> Any:
         """Like a transformer with a cache, it sees at every earlier position what was last fed there."""
-        self.read.scatter_(1, index, previous)
+        self.read.scatter_(1, index, tokens.gather(1, (index - 1).clamp(min=0)))
         nodes = [torch.zeros_like(self.read[:, 0])]
         for k in range(1, self.tokens):
             nodes.append(nodes[-1] * self.vocab + self.read[:, k] + 1)
@@ -100,7 +100,7 @@ def joint(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
     every = sequences(engine.vocab, engine.tokens)
     engine.begin(batch(len(every)))
     with precision(torch.float64):
-        law = engine.forward(every.roll(1, 1), torch.arange(engine.tokens).expand(len(every), -1))
+        law = engine.forward(every, torch.arange(engine.tokens).expand(len(every), -1))
         return law.like(law.logits.double()).log_prob(every).sum(1).exp()
 
 
@@ -110,7 +110,7 @@ def tabulated(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
     every = sequences(engine.vocab, engine.tokens)
     engine.begin(batch(len(every)))
     index = torch.arange(engine.tokens)
-    logits = engine.forward(every.roll(1, 1), index.expand(len(every), -1)).logits.double()
+    logits = engine.forward(every, index.expand(len(every), -1)).logits.double()
     return torch.cat([logits[:: engine.vocab ** (engine.tokens - k), k] for k in index.tolist()])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -65,6 +66,33 @@ def test_windows_with_a_cache_equal_the_training_pass(kind: str, small: Callable
                 pos = torch.arange(start, end).expand(B, -1)
                 parts.append(backbone(before[:, start:end], pos, cond=cond, cache=cache))
         assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-5)
+
+
+def test_the_fused_form_equals_windows_with_a_cache(kind: str, small: Callable[..., Any]) -> None:
+    """Images at places of their own, two branches, in ring order, over stale slots."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backbone = made(small, kind).to(device).requires_grad_(False)
+    fused = backbone.fused()
+    if fused is None:
+        pytest.skip("it has no fused form")
+    visible = torch.tensor([[True, True], [False, True]]).repeat(2, 1)
+    tokens = TOKENS.to(device)
+    for window in ([[0], [3]], [[2, 0, 1], [4, 5, 3]]):
+        index = torch.tensor(window, device=device)
+        previous, pos = tokens.gather(1, (index - 1).clamp(min=0)), (index + P - 1).repeat(2, 1)
+        for given in (None, visible.to(device)):
+            vectors = torch.randn(2 * B, P, backbone.width, generator=torch.Generator().manual_seed(2))
+            cond, caches = Prefix(vectors.to(device), given), []
+            for _ in range(2):
+                cache = backbone.make_cache(2 * B, device, torch.float32)
+                cache.keys.copy_(torch.linspace(-1, 1, cache.keys.numel()).view_as(cache.keys))
+                cache.values.copy_(cache.keys.flip(-1))
+                caches.append(cache)
+            with torch.no_grad():
+                wanted = backbone(previous.repeat(2, 1), pos, cond=cond, cache=caches[0])
+            assert torch.allclose(fused(tokens, index, cond, caches[1]), wanted, atol=1e-4)
+            assert torch.allclose(caches[1].keys, caches[0].keys, atol=1e-4)
 
 
 def test_no_slot_sees_a_later_one(kind: str, small: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig
 from visgen.model import Model
+from visgen.samplers import Sampler, sjd
 from visgen.samplers.ar import AR, Config
 
 pytest.importorskip("triton")
@@ -39,9 +40,11 @@ class Stepped(CapturedEngine):
 FAST = CapturedEngine if ON_GPU else Stepped
 
 
-def decoded(engine: Engine, seeds: Tensor, labels: Tensor = LABELS, known: Any = None) -> Tensor:
+def decoded(
+    engine: Engine, seeds: Tensor, labels: Tensor = LABELS, known: Any = None, sampler: Sampler | None = None
+) -> Tensor:
     engine.begin({"label": labels}, known)
-    return engine.run(AR(Config()), Noise(seeds.to(DEVICE))).tokens
+    return engine.run(sampler or AR(Config()), Noise(seeds.to(DEVICE))).tokens
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,19 @@ def test_the_same_tokens_as_the_eager_engine(
             assert torch.equal(decoded(fast, seeds, known=given), wanted)
     labels = torch.tensor([2, 1], device=DEVICE)  # another batch size
     assert torch.equal(decoded(fast, torch.arange(2), labels), decoded(slow, torch.arange(2), labels))
+
+
+@pytest.mark.parametrize("drafting", ["coupled", "pure_gumbel"])
+@pytest.mark.parametrize("guidance", [Guidance(3.0), Guidance(2.0, schedule="linear")], ids=str)
+def test_wide_windows_give_the_same_tokens_too(make_model: MakeModel, guidance: Guidance, drafting: Any) -> None:
+    model = make_model((1, 4, 4) if ON_GPU else (1, 2, 3), kv_heads=2, layers=1).to(DEVICE)
+    slow, fast = Engine(model, guidance, Warp(0.8, 12)), FAST(model, guidance, Warp(0.8, 12))
+    sampler, mask = sjd.SJD(sjd.Config(drafting, window=4)), torch.arange(model.tokens, device=DEVICE) == 2
+    known = (torch.full((4, model.tokens), 3, device=DEVICE), mask.expand(4, -1))
+    for given in (None, known):
+        wanted = decoded(slow, torch.arange(4), known=given, sampler=sampler)
+        assert len(wanted.unique()) > 2
+        assert torch.equal(decoded(fast, torch.arange(4), known=given, sampler=sampler), wanted)
 
 
 def test_auto_is_eager_without_a_gpu_and_captured_is_refused(make_model: MakeModel) -> None:

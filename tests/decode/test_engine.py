@@ -74,12 +74,11 @@ def twin(model: Model, cond: Prefix, tokens: Tensor) -> Tensor:
 
 def forced(engine: Engine, tokens: Tensor, windows: Sequence[int] = (1,) * N) -> Tensor:
     """Logits [B, N, V] of given tokens through the engine's cache, window by window."""
-    before = torch.cat([torch.full_like(tokens[:, :1], 9), tokens[:, :-1]], dim=1)  # 9: to be ignored
     out, start = [], 0
     with torch.inference_mode():
         for width in windows:
             index = torch.arange(start, start + width).expand(len(tokens), -1)
-            out.append(engine.forward(before[:, start : start + width], index).logits)
+            out.append(engine.forward(tokens, index).logits)
             start += width
     assert start == N
     return torch.cat(out, dim=1)
@@ -125,7 +124,7 @@ def test_rows_may_stand_at_different_places(make_model: MakeModel) -> None:
     forced(engine, TOKENS[:2])  # fills all slots; those past a row's place are stale
     index = torch.tensor([[2, 3], [9, 10]])
     with torch.inference_mode():
-        law = engine.forward(TOKENS[:2].gather(1, index - 1), index)
+        law = engine.forward(TOKENS[:2], index)
     expected = whole.gather(1, index.unsqueeze(-1).expand(-1, -1, VOCAB))
     assert torch.allclose(law.logits, expected, atol=1e-5)
 
@@ -139,7 +138,7 @@ def test_going_back_with_another_token_forgets_the_first(make_model: MakeModel) 
     other[:, 5:] = (other[:, 5:] + 1) % VOCAB
     with torch.inference_mode():
         for k in range(6, N):
-            law = engine.forward(other[:, k - 1 : k], torch.full((3, 1), k))
+            law = engine.forward(other, torch.full((3, 1), k))
             assert torch.allclose(law.logits[:, 0], full(model, batch, other)[:, k], atol=1e-5), k
 
 

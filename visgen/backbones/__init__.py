@@ -54,6 +54,7 @@ class Backbone(nn.Module, ABC):
         """An empty cache for `rows` sequences."""
 
     def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache], Tensor] | None:
-        """A faster twin of `forward` for windows of one slot on a GPU, or None: `(tokens [B, 1], pos [B, 1], cond of
-        K B rows, cache) -> h [K B, 1, D]`, row r being image r mod B. It shares the weights, which must not move."""
+        """A faster twin of `forward` for windows on a GPU, or None: `(tokens [B, N], index [B, W], cond of K B rows,
+        cache) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B. The condition
+        is in the weights' type, and contiguous. It shares the weights, which must not move."""
         return None

@@ -1,4 +1,4 @@
-"""One decode step of `ar.py` in five kernels a layer: QKV, attention, output, gate and up, down.
+"""A window of `ar.py` in five kernels a layer: QKV, attention, output, gate and up, down.
 
 RMS norms, rotary positions, cache write, SwiGLU and residual sums live inside them (`nn/fused/`). Weights are read
 where they lie; what is added is a few buffers of one step.
@@ -15,12 +15,12 @@ from visgen.conditions import Prefix
 from visgen.nn.cache import KVCache
 from visgen.nn.fused.attention import check_head_dim, decode_attention, reach_of
 from visgen.nn.fused.embed import embed
-from visgen.nn.fused.linear import Workspace, linear
+from visgen.nn.fused.linear import Workspace, linear, rms_norm
 from visgen.nn.rope import rope_2d
 
 
 class FusedAR:
-    """`(tokens [B, 1], pos [B, 1], cond, cache) -> h [R, 1, D]`, as `ARTransformer.forward` on every row.
+    """`(tokens [B, N], index [B, W], cond, cache) -> h [R, W, D]`, as `ARTransformer.forward` on every row.
 
     Args:
         net: an `ARTransformer` in eval mode.
@@ -41,21 +41,19 @@ class FusedAR:
         self.workspace = Workspace(device)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, pos: Tensor, cond: Prefix, cache: KVCache) -> Tensor:
+    def __call__(self, tokens: Tensor, index: Tensor, cond: Prefix, cache: KVCache) -> Tensor:
         net, ws, eps = self.net, self.workspace, self.eps
-        slots = pos.flatten()
-        rows, width = cond.vectors.shape[0], net.width
-        visible = None if cond.visible is None else cond.visible.to(torch.uint8)
-        x = torch.empty(rows, width, dtype=net.tok_embeddings.weight.dtype, device=tokens.device)
-        embed(tokens.flatten(), slots, net.tok_embeddings.weight, cond.vectors.to(x.dtype).contiguous(), x)
+        visible = None if cond.visible is None else cond.visible.view(torch.uint8)
+        given, pos = embed(tokens, index, net.tok_embeddings.weight, cond.vectors)
+        x = given.flatten(0, 1)  # [R W, D]
         mixed = torch.empty_like(x)
         block: Any
         for i, block in enumerate(net.layers):
             attn, mlp = block.attention, block.feed_forward
             qkv = linear(x, attn.wqkv.weight, ws, gain=block.attention_norm.weight, eps=eps)
             keys, values = cache.keys[i], cache.values[i]
-            decode_attention(qkv, self.rotation, keys, values, slots, self.group, self.reach, visible, mixed)
+            decode_attention(qkv, self.rotation, keys, values, pos, self.group, self.reach, visible, mixed)
             linear(mixed, attn.wo.weight, ws, residual=x, out=x)
             gated = linear(x, mlp.w1.weight, ws, gain=block.ffn_norm.weight, eps=eps, up=mlp.w3.weight)
             linear(gated, mlp.w2.weight, ws, residual=x, out=x)
-        return net.norm(x).unsqueeze(1)
+        return rms_norm(x, net.norm.weight, eps).unflatten(0, given.shape[:2])

@@ -24,7 +24,7 @@ from visgen.nn.guided import Guided
 
 
 class CapturedEngine(Engine):
-    """As `Engine`, on a GPU. Windows of one slot take the backbone's fused step where it has one.
+    """As `Engine`, on a GPU. Windows take the backbone's fused form where it has one.
 
     Raises:
         UserError: no Triton, or sizes that the fused kernels do not have; each names the eager engine as the remedy.
@@ -44,7 +44,9 @@ class CapturedEngine(Engine):
         check_vocab(self.vocab)
         self._fused = model.backbone.fused()
         index = torch.arange(self.tokens, device=self.device).unsqueeze(0)
-        self._weights = self.guidance.weights(index, self.tokens)[:, 0].contiguous()  # [K, N]
+        weights = self.guidance.weights(index, self.tokens)[:, 0]
+        steady = bool((weights == weights[:, :1]).all())  # read once, before any decode
+        self._weights = weights[:, :1] if steady else weights  # [K, 1 or N]
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Noise]] = {}
 
     @torch.inference_mode()
@@ -59,18 +61,25 @@ class CapturedEngine(Engine):
             self._captured.clear()
             self._cond, self.known = _cloned(fresh), _cloned(known)
 
-    def forward(self, previous: Tensor, index: Tensor) -> Any:
-        if self._fused is None or index.shape[1] != 1:
-            return super().forward(previous, index)
+    def forward(self, tokens: Tensor, index: Tensor) -> Any:
+        if self._fused is None:
+            return super().forward(tokens, index)
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
-        h = self._fused(previous, index + self.model.condition.prefix - 1, self._cond, self._cache)  # [K B, 1, D]
-        law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weights[:, index]).warped(self.warp)
+        h = self._fused(tokens, index, self._cond, self._cache)  # [K B, W, D]
+        law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weigh(index)).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         if isinstance(law, Guided):
             law.fused = True
         return law
+
+    def _weigh(self, index: Tensor) -> Tensor:
+        """`Guidance.weights` [K, B, W]; without a kernel where they are the same for all tokens."""
+        if self._weights.shape[1] > 1:
+            return self._weights[:, index]
+        b, w = index.shape
+        return self.once(("weights", b, w), lambda: self._weights.unsqueeze(-1).expand(-1, b, w).contiguous())
 
     def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
         """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""

@@ -122,20 +122,20 @@ class Engine:
         assert self._cond is not None, "Engine.begin comes first"
         return self._cond.vectors.shape[0] // self.guidance.branches
 
-    def forward(self, previous: Tensor, index: Tensor) -> Any:
-        """The guided, filtered law of the tokens at `index` [B, W], given the token before each, previous [B, W].
+    def forward(self, tokens: Tensor, index: Tensor) -> Any:
+        """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N].
 
-        The token before index 0 is the condition's last slot; its entry in `previous` is ignored.
+        Before index 0 stands the condition's last slot; earlier tokens were given to earlier calls.
         """
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
+        previous = tokens.gather(1, (index - 1).clamp(min=0))  # read in token slots alone
         pos = (index + self.model.condition.prefix - 1).repeat(k, 1)
         h = self.model.backbone(previous.repeat(k, 1), pos, cond=self._cond, cache=self._cache)  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         dist = dist.warped(self.warp)
         if self.known is not None:
-            tokens, mask = self.known
-            dist = dist.pin(tokens.gather(1, index), mask.gather(1, index))
+            dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return dist
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Samplers: the rule by which tokens are drawn, and nothing else.
 
 A sampler sets no attribute of any module. One iteration is pure tensor code over its state without a host read, so an
-engine may capture it; `forward(previous, index)` is the engine's law of the tokens at `index`.
+engine may capture it; `forward(tokens, index)` is the engine's law of the tokens at `index` given those before them.
 """
 
 from __future__ import annotations

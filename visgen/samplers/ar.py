@@ -34,8 +34,7 @@ class AR(Sampler):
         return State(tokens, tokens.new_zeros(engine.batch, 1))
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
-        previous = state.tokens.gather(1, (state.index - 1).clamp(min=0))
-        law = forward(previous, state.index)
+        law = forward(state.tokens, state.index)
         drawn = law.draw(noise, state.index, Stream.TOKEN)
         state.tokens.scatter_(1, state.index, drawn)
         state.index += 1

@@ -95,7 +95,7 @@ class SJD(Sampler):
         index = ring(state.position, state.slots, state.tokens.shape[1])  # [B, W]
         waiting = index >= state.position
         draft = state.tokens.gather(1, index)
-        law = forward(state.tokens.gather(1, (index - 1).clamp(min=0)), index)
+        law = forward(state.tokens, index)
         if state.laws is None:
             tokens = torch.where(waiting, law.draw(noise, index, Stream.TOKEN, where=waiting), draft)
             first = first_of(tokens != draft, index)

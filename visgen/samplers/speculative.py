@@ -87,7 +87,7 @@ class Speculative(Sampler):
         waiting = index >= state.position
         drafted = waiting & (index < state.position + self.wanted(state))
         laws = self.propose(state, index, waiting, drafted, noise)
-        law = forward(state.tokens.gather(1, (index - 1).clamp(min=0)), index)
+        law = forward(state.tokens, index)
         draft, q = state.tokens.gather(1, index), law.like(laws)
         verdict = verify(law, draft, q, noise, index, waiting, state.iteration, every=False)
         state.tokens.scatter_(1, index, verdict.tokens)
@@ -116,7 +116,7 @@ class Speculative(Sampler):
         """
         count, width = state.tokens.shape[1], len(state.slots)
         at = (state.position - width + 1 + state.slots).clamp(0, count - 1)  # [B, W], up to the first waiting token
-        law = state.drafter.forward(state.tokens.gather(1, (at - 1).clamp(min=0)), at)
+        law = state.drafter.forward(state.tokens, at)
         laws = torch.zeros_like(law.logits)
         if state.known is not None:
             laws = law.like(laws).pin(*(x.gather(1, index) for x in state.known)).logits
@@ -127,7 +127,7 @@ class Speculative(Sampler):
         for i in range(steps):
             at = (state.position + i).clamp(max=count - 1)  # [B, 1]
             if i > 0:
-                law = state.drafter.forward(state.tokens.gather(1, (at - 1).clamp(min=0)), at)
+                law = state.drafter.forward(state.tokens, at)
             law = law.like(law.logits[:, -1:])
             here = drafted & (index == state.position + i)  # [B, W], one slot or none
             self.write(state, at, law, here.any(1, keepdim=True), noise)

@@ -47,6 +47,21 @@ def test_equals_the_modules(size: tuple[int, int, int], norm: bool, up: bool, re
             assert (found.float() - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max(), tile
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_many_rows_that_fill_no_tile(width: int) -> None:
+    given, space = case(150, 200, 70, torch.float32), linear.Workspace(DEVICE)
+    options = {name: given[name] for name in ("gain", "residual")}
+    found = linear.linear(given["x"], given["weight"], space, tile=linear.Tile(128, width, 64, 1, 8, 2), **options)
+    assert torch.allclose(found, eager(given, True, False, True), atol=2e-5)
+
+
+def test_more_rows_take_wider_tiles_once_they_fill_the_device() -> None:
+    widths = [linear.choose(rows, 3072, 1024, norm=False, gate=False).n for rows in (128, 256, 384, 1024)]
+    assert widths == [32, 32, 64, 128]
+    assert linear.choose(1024, 3072, 1024, norm=False, gate=True, exact=True).n == 32
+    assert linear.choose(8192, 1024, 1024, norm=False, gate=False).split == 1
+
+
 @pytest.mark.parametrize("split", [2, 3, 4])
 def test_a_split_product_leaves_its_counters_at_zero(split: int) -> None:
     given, space = case(70, 33, 130, torch.float32), linear.Workspace(DEVICE)
@@ -67,10 +82,10 @@ def test_the_residual_may_be_the_output() -> None:
 
 def test_a_chosen_tile_fits_the_workspace() -> None:
     space = linear.Workspace(torch.device("meta"))
-    for rows in (1, 2, 4, 16, 33, 64, 128, 512):
+    for rows in (1, 2, 4, 16, 33, 64, 128, 150, 512, 2000, 8192):
         for n, k in ((768, 768), (1280, 3584), (3200, 8704), (9600, 3200), (128, 352)):
-            tile = linear.choose(rows, n, k, whole=False)
+            tile = linear.choose(rows, n, k, norm=False, gate=False)
             tiles = -(-n // tile.n) * -(-rows // tile.m)
             assert tile.split == 1 or tiles * tile.split * tile.m * tile.n <= space.parts.numel()
             assert tile.split == 1 or tiles <= space.arrived.numel()
-            assert linear.choose(rows, n, k, whole=True).split == 1
+            assert linear.choose(rows, n, k, norm=True, gate=False).split == 1

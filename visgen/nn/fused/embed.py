@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,36 +10,66 @@ from torch import Tensor
 from visgen.nn.fused.chain import chained, follow
 
 
-def embed(tokens: Tensor, pos: Tensor, table: Tensor, prefix: Tensor, out: Tensor) -> Tensor:
-    """tokens, pos [B] int64; table [V, D]; prefix [R, P, D] in table's type -> out [R, D]; row r is image r mod B."""
+def embed(tokens: Tensor, index: Tensor, table: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs of the slots that predict the tokens at index: x [R, W, D], and those slots [B, W] int64.
+
+    Slot P - 1 + k predicts token k and holds token k - 1, or the condition's last vector where k = 0.
+
+    Args:
+        tokens: [B, N] int64; index: [B, W] int64.
+        table: [V, D] embeddings; prefix: [R, P, D] in table's type, contiguous; row r is image r mod B.
+    """
     rows, slots, width = prefix.shape
-    _embed[(rows,)](
+    images, window = index.shape
+    x = torch.empty(rows, window, width, dtype=table.dtype, device=table.device)
+    pos = torch.empty_like(index, memory_format=torch.contiguous_format)
+    _embed[(rows, window)](
         tokens,
-        pos,
+        index,
         table,
         prefix,
-        out,
-        tokens.shape[0],
+        x,
+        pos,
+        images,
+        tokens.stride(0),
+        index.stride(0),
+        index.stride(1),
         slots,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        CHAIN=(chain := chained(out.device)),
+        CHAIN=(chain := chained(x.device)),
         launch_pdl=chain,
     )
-    return out
+    return x, pos
 
 
 @triton.jit
 def _embed(
-    tokens, pos, table, prefix, out, images, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr
+    tokens,
+    index,
+    table,
+    prefix,
+    x,
+    pos,
+    images,
+    stride,
+    image_stride,
+    window_stride,
+    slots,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     follow(CHAIN)
     row = tl.program_id(0)
+    place = tl.program_id(1)
+    window = tl.num_programs(1)
     image = row % images
-    slot = tl.load(pos + image)
-    token = tl.load(tokens + image)
+    at = tl.load(index + image * image_stride + place * window_stride)
     lane = tl.arange(0, BLOCK)
-    source = table + token * WIDTH
-    if slot < slots:
-        source = prefix + (row * slots + slot) * WIDTH
-    tl.store(out + row * WIDTH + lane, tl.load(source + lane, mask=lane < WIDTH), mask=lane < WIDTH)
+    source = prefix + (row * slots + slots - 1) * WIDTH
+    if at > 0:
+        source = table + tl.load(tokens + image * stride + at - 1) * WIDTH
+    tl.store(x + (row * window + place) * WIDTH + lane, tl.load(source + lane, mask=lane < WIDTH), mask=lane < WIDTH)
+    if row < images:
+        tl.store(pos + image * window + place, at + slots - 1)
