@@ -62,7 +62,9 @@ def main() -> None:
     device, dtype = settings.engine.resolve()
     model, weights = build(settings)
     if not hasattr(model.config.condition, "classes"):
-        raise UserError("eval/speed.py decodes class-conditional models; this one is conditioned on something else")
+        raise UserError(
+            "eval/speed.py decodes class-conditional models, this one is told something else; time it by sample.py"
+        )
     copy = speed.bandwidth(device)
     rows = []
     for batch in settings.batches:
@@ -89,6 +91,7 @@ def main() -> None:
         f"{facts['model']} ({facts['parameters']:,} parameters, {weights} weights), {facts['engine']}, "
         f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s\n\n"
         f"{speed.table(rows)}\n"
+        + "".join(f"\nbatch {row.batch}: {json.dumps(row.notes)}\n" for row in rows if row.notes)
     )
     (out / "speed.json").write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     (out / "speed.md").write_text(f"```\n{facts['command']}\n```\n\n{text}")

@@ -196,6 +196,7 @@ def test_what_does_not_fit_is_refused_before_any_work(tmp_path, photos):
     refused("not float32", PatchColours().bfloat16())
     refused(r"crop_ranges \(0\.5,\)", data=photos, views="ten_crop", ranges=(0.5,))
     refused(r"crop_ranges \(\)", data=photos, views="ten_crop", ranges=())
+    refused("belongs to --views ten_crop, not shift", data=photos, views="shift", ranges=(1.05,))
     refused("batch 0", batch=0)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/train cannot be written .*choose another --out"):

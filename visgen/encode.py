@@ -207,6 +207,8 @@ def _check(tokenizer: Tokenizer, data: Data, views: Views, ranges: Sequence[floa
         )
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in tokenizer.parameters()):
         raise UserError("the tokenizer's weights are not float32; codes are made in float32, call tokenizer.float()")
+    if views != "ten_crop" and tuple(ranges) != Config.crop_ranges:
+        raise UserError(f"crop_ranges {tuple(ranges)} belongs to --views ten_crop, not {views}; leave one of them out")
     if views == "ten_crop" and (not ranges or min(ranges) < 1):
         raise UserError(f"crop_ranges {tuple(ranges)} must be one or more numbers of at least 1, such as 1.1 1.05")
     if batch < 1 or shard < 1:

@@ -172,8 +172,8 @@ def draw(
     sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
-    rate = total / seconds
-    return f"{total} images in {seconds:.2f} s ({rate:.1f} images/s, NFE {nfe}{notes}) -> {out}/grid.png{beside}"
+    made = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
+    return f"{made} -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from visgen import config as configs
+from visgen.decode.engine import Generation
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
@@ -28,16 +29,19 @@ class Speed:
     off the device.
 
     Attributes:
-        batch, nfe: images; backbone evaluations of one decode.
+        batch: images of one decode.
         seconds: median over the repeats; first: the first decode, kernels compiled and graph captured.
-        images_per_s, ms_per_step: of the median.
+        nfe: backbone evaluations of all repeats' decodes, their mean; nfe_per_image: until an image is complete, mean.
+        images_per_s: of the median; ms_per_step: mean.
         floor: seconds at the bandwidth of a copy, for the steps of plain autoregression; fraction: floor / seconds.
         peak_bytes: most that the allocator held during decodes, weights included; None off CUDA.
         over: peak_bytes over weights and cache.
+        notes: what the sampler chose or counted in the last decode.
     """
 
     batch: int
-    nfe: int
+    nfe: float
+    nfe_per_image: float
     seconds: float
     first: float
     images_per_s: float
@@ -46,6 +50,7 @@ class Speed:
     fraction: float
     peak_bytes: int | None
     over: float | None
+    notes: dict[str, Any]
 
 
 def bandwidth(device: torch.device, repeats: int = 10) -> float:
@@ -103,44 +108,47 @@ def measure(
     built = configs.build(sampler)
     labels = torch.arange(batch, device=device) % model.config.condition.classes
 
-    def decode(first_seed: int) -> tuple[float, int]:
+    def decode(first_seed: int) -> Generation:
         seeds = torch.arange(first_seed, first_seed + batch, device=device)
         made.begin({"label": labels})
-        generation = made.run(built, Noise(seeds))
-        return generation.seconds, generation.nfe
+        return made.run(built, Noise(seeds))
 
-    first, nfe = decode(0)
-    laps = [decode((i + 1) * batch)[0] for i in range(repeats)]
+    first = decode(0).seconds
+    laps = [decode((i + 1) * batch) for i in range(repeats)]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if kernels is not None:
         kernels.append(_kernels(lambda: decode(0), device))
-    seconds, rows = statistics.median(laps), batch * guidance.branches
+    seconds, rows = statistics.median(lap.seconds for lap in laps), batch * guidance.branches
+    nfe = statistics.mean(lap.nfe for lap in laps)
     floor = floor_bytes(model, rows) / copy
     held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
     return Speed(
         batch=batch,
         nfe=nfe,
+        nfe_per_image=statistics.mean(lap.nfe_per_image.float().mean().item() for lap in laps),
         seconds=seconds,
         first=first,
         images_per_s=batch / seconds,
-        ms_per_step=1e3 * seconds / nfe,
+        ms_per_step=1e3 * sum(lap.seconds for lap in laps) / (nfe * repeats),
         floor=floor,
         fraction=floor / seconds,
         peak_bytes=peak,
         over=None if peak is None else peak / held - 1,
+        notes=laps[-1].notes,
     )
 
 
 def table(rows: list[Speed]) -> str:
     """Markdown."""
     out = [
-        "| batch | s/batch | images/s | ms/step | NFE | floor s | fraction | peak MiB | over | first s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| batch | s/batch | images/s | ms/step | NFE | an image | AR's floor s | fraction | peak MiB | over | first s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         peak, over = ("", "") if r.peak_bytes is None else (f"{r.peak_bytes / 2**20:.0f}", f"{r.over:.1%}")
         out.append(
-            f"| {r.batch} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe} | {r.floor:.4f} | "
+            f"| {r.batch} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe:g} | "
+            f"{r.nfe_per_image:.1f} | {r.floor:.4f} | "
             f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} |"
         )
     return "\n".join(out)

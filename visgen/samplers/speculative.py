@@ -174,9 +174,19 @@ def _load(path: Path | None, engine: Engine) -> Engine:
                 "pass a draft model that was trained on the same tokenizer"
             )
     mine, target = model.config.condition, engine.model.config.condition
-    if (type(mine), getattr(mine, "classes", None)) != (type(target), getattr(target, "classes", None)):
-        raise UserError(f"sampler.draft {path}: its condition is {mine}, the model's is {target}; pass one of the same")
+    if _told(mine) != _told(target):
+        raise UserError(
+            f"sampler.draft {path}: its condition is {_told(mine)}, the model's is {_told(target)}; "
+            "pass a draft model that is told the same"
+        )
     if engine.guidance.branches > 1 and mine.dropout == 0:
         raise UserError(f"sampler.draft {path} was trained without a null class; set guidance.scale to 1")
     model = model.to(engine.device, engine.dtype).eval().requires_grad_(False)
     return type(engine)(model, engine.guidance, engine.warp)  # a captured one keeps its batches in the same buffers
+
+
+def _told(condition: Any) -> str:
+    """A condition's settings, those of training alone left out."""
+    settings = {name: value for name, value in vars(condition).items() if name not in ("dropout", "views")}
+    kind = type(condition).__module__.rpartition(".")[2]
+    return f"{kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
