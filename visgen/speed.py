@@ -141,7 +141,7 @@ def measure(
 def table(rows: list[Speed]) -> str:
     """Markdown."""
     out = [
-        "| batch | s/batch | images/s | ms/step | NFE | an image | AR's floor s | fraction | peak MiB | over | first s |",
+        "| batch | s/batch | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
