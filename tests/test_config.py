@@ -444,10 +444,10 @@ def test_dump_is_plain_and_names_kinds() -> None:
 # ------------------------------------------------------------------------------------------------------ errors
 
 BAD_FLAGS = [
-    (["--cout", "2"], ["--cout", "did you mean 'count'", "--help"]),
-    (["--inner.rat", "2"], ["--inner.rat", "'inner.rate'"]),
-    (["--toy.speed", "2"], ["--toy.speed"]),
-    (["--toy.sized", "2"], ["--toy.sized", "'toy.size'"]),
+    (["--cout", "2"], ["--cout", "did you mean '--count'", "--help"]),
+    (["--inner.rat", "2"], ["--inner.rat", "'--inner.rate'"]),
+    (["--toy.speed", "2"], ["--toy.speed", "--toy.kind car has it"]),
+    (["--toy.sized", "2"], ["--toy.sized", "'--toy.size'"]),
     (["--count", "x"], ["--count", "'x'", "int"]),
     (["--count", "2.5"], ["--count", "'2.5'"]),
     (["--count"], ["--count", "Missing value"]),

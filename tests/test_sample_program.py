@@ -260,7 +260,7 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--warp.top_p", "0"], "top_p 0.0 must be in (0, 1]"),
         (["--engine.batch", "0"], "engine.batch 0 must be at least 1"),
         (["--engine.precision", "fp8"], "'fp8'"),
-        (["--lable", "3"], "did you mean 'label'"),
+        (["--lable", "3"], "did you mean '--label'"),
         (["--known.mask", "m.png"], "--known.mask needs --known.image"),
         (["--known.image", "gone.png"], "--known.image gone.png does not exist"),
     ],

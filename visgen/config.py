@@ -100,7 +100,7 @@ def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None =
         merged = _merge(_name_kinds(merged, _concretise(cls, merged, "")), layer)
     concrete = _concretise(cls, merged, "")
     leaves = dict(_leaves(concrete, ""))
-    flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves)
+    flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves, concrete)
     config = _plain(_parse(concrete, flags, prog), cls)
     check(config)
     return config
@@ -337,7 +337,7 @@ def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
-def _check_flags(argv: list[str], leaves: dict[str, Any]) -> list[str]:
+def _check_flags(argv: list[str], leaves: dict[str, Any], cls: type) -> list[str]:
     """Names unknown flags; makes the values of boolean fields explicit: `--flag`, `--no-flag`, `--flag true`."""
     known = {name.replace("_", "-"): name for name in leaves}
     out: list[str] = []
@@ -358,13 +358,36 @@ def _check_flags(argv: list[str], leaves: dict[str, Any]) -> list[str]:
             value = _boolean(value) if boolean else value
             out.append(f"--{known[name]}=True" if bare else f"--{known[name]}{equals}{value}")
         elif leaves.get(known.get(positive, "")) is not bool:
-            raise UserError(f"unknown option '{given}'{_suggest(name, list(known))}; see --help")
+            others = _kinds_with(cls, known.get(name, name.replace("-", "_")).split("."))
+            hint = f": {others} has it" if others else _suggest(given, [f"--{option}" for option in known])
+            raise UserError(f"unknown option '{given}'{hint}; see --help")
         elif equals or not following.startswith("--"):
             raise UserError(f"{given} takes no value, got '{value or following}'")
         else:
             out.append(f"--{known[positive]}=False")
         boolean = boolean and not equals
     return out
+
+
+def _kinds_with(cls: type, path: list[str]) -> str:
+    """The kinds of the plugin at `path` that have the field at its end, as flags; "" where there are none."""
+    *parents, last = path
+    package = ""
+    for name in parents:
+        fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+        if name not in fields:
+            return ""
+        package, cls = fields[name].metadata.get("plugin", ""), get_type_hints(cls)[name]
+    having = (
+        [
+            kind
+            for kind in kinds(package)
+            if last in vars(_plugin_module(package, kind).Config).get("__dataclass_fields__", {})
+        ]
+        if package
+        else []
+    )
+    return " or ".join(f"--{'.'.join(parents)}.kind {kind}" for kind in having)
 
 
 def _boolean(word: str) -> str:
@@ -385,6 +408,16 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
         text = re.sub(r"\u256d.*?\u256e|^ \S.*\n -{5,}", " ", text, flags=re.MULTILINE)  # tyro's headings
         text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", text).split())
         text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
+        text = re.sub(
+            r"Error parsing (\S+): no type matching (.*?) could be instantiated from \['(.*)'\]\..*",
+            r"\1 must be \2, got '\3'",
+            text,
+        )
+        text = re.sub(
+            r"Error parsing (\S+): Could not find valid parse for arguments: \[(.*)\]",
+            r"\1 takes values of its type, apart by spaces; got \2",
+            text,
+        )
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None
 
