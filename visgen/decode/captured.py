@@ -30,6 +30,8 @@ class CapturedEngine(Engine):
         UserError: no Triton, or sizes that the fused kernels do not have; each names the eager engine as the remedy.
     """
 
+    fused = True
+
     def __init__(
         self,
         model: Any,
@@ -61,16 +63,14 @@ class CapturedEngine(Engine):
 
     def forward(self, previous: Tensor, index: Tensor) -> Any:
         if self._fused is None or index.shape[1] != 1:
-            return super().forward(previous, index)
+            return _by_kernels(super().forward(previous, index))
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
         h = self._fused(previous, index + self.model.condition.prefix - 1, self._cond, self._cache)  # [K B, 1, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weights[:, index]).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
-        if isinstance(law, Guided):
-            law.fused = True
-        return law
+        return _by_kernels(law)
 
     def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
         """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""
@@ -101,6 +101,13 @@ class CapturedEngine(Engine):
         with torch.cuda.graph(graph):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
         return graph
+
+
+def _by_kernels(law: Any) -> Any:
+    """The law, drawn from and tested by the fused kernels where it has them."""
+    if isinstance(law, Guided):
+        law.fused = True
+    return law
 
 
 def _same(a: Any, b: Any) -> bool:
