@@ -30,6 +30,8 @@ class CapturedEngine(Engine):
         UserError: no Triton, or sizes that the fused kernels do not have; each names the eager engine as the remedy.
     """
 
+    fused = True
+
     def __init__(
         self,
         model: Any,
@@ -63,16 +65,14 @@ class CapturedEngine(Engine):
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         if self._fused is None:
-            return super().forward(tokens, index)
+            return _by_kernels(super().forward(tokens, index))
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
         h = self._fused(tokens, index, self._cond, self._cache)  # [K B, W, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weigh(index)).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
-        if isinstance(law, Guided):
-            law.fused = True
-        return law
+        return _by_kernels(law)
 
     def _weigh(self, index: Tensor) -> Tensor:
         """`Guidance.weights` [K, B, W]; without a kernel where they are the same for all tokens."""
@@ -110,6 +110,13 @@ class CapturedEngine(Engine):
         with torch.cuda.graph(graph):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
         return graph
+
+
+def _by_kernels(law: Any) -> Any:
+    """The law, drawn from and tested by the fused kernels where it has them."""
+    if isinstance(law, Guided):
+        law.fused = True
+    return law
 
 
 def _same(a: Any, b: Any) -> bool:

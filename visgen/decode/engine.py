@@ -72,7 +72,10 @@ class Engine:
 
     Attributes:
         given, known: the arguments of the last `begin`.
+        fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
     """
+
+    fused = False
 
     def __init__(
         self,

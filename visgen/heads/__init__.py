@@ -28,6 +28,9 @@ class Dist(Protocol):
 class Testable(Dist, Protocol):
     """A law that drafts can be tested against: `decode/verify.py`."""
 
+    logits: Tensor
+    fused: bool  # whether it has `test`
+
     def accept(
         self,
         draft: Tensor,
@@ -50,6 +53,18 @@ class Testable(Dist, Protocol):
         where: Tensor | None = None,
     ) -> Tensor:
         """Draws from norm(max(p - q, 0)), which replaces a refused draft: ids [B, W]."""
+
+    def test(
+        self,
+        draft: Tensor,
+        drawn_from: Any,
+        noise: Any,
+        index: Tensor,
+        iteration: Tensor,
+        waiting: Tensor,
+        **rule: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Accepts, replaces and draws anew at once; see `nn/fused/verify.py`."""
 
     def like(self, logits: Tensor) -> Testable:
         """Another law of the same kind, by its logits."""

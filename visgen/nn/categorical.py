@@ -27,6 +27,8 @@ class Categorical:
 
     logits: Tensor
 
+    fused = False  # no field: whether the law has a `test`, which does all that a window of drafts asks by one kernel
+
     @property
     def vocab(self) -> int:
         return self.logits.shape[-1]

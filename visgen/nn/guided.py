@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from visgen.nn.categorical import Categorical, NoiseLike
@@ -22,7 +23,7 @@ class Guided(Categorical):
         weights: [K, B, W] float32, summing to 1 over k.
         warp: temperature and filters, a `decode.warp.Warp`.
         known: (tokens [B, W], mask [B, W]): all mass on the token where the mask is true.
-        fused: draw by the fused kernel.
+        fused: draw and test by the fused kernels.
     """
 
     def __init__(
@@ -68,9 +69,40 @@ class Guided(Categorical):
         iteration: Tensor | int = 0,
         where: Tensor | None = None,
     ) -> Tensor:
-        if not self.fused or not (isinstance(iteration, int) and iteration == 0):
+        if not self.fused:
             return super().draw(noise, index, stream, iteration, where)
         from visgen.nn.fused.draw import draw  # Triton is needed here alone
 
-        filters = {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
-        return draw(self.branches, self.weights, noise.seeds, index, stream=stream, known=self.known, **filters)
+        rule: dict[str, Any] = {"stream": stream, "where": where, "known": self.known, **self._filters()}
+        if not (isinstance(iteration, int) and iteration == 0):
+            rule["iteration"] = _steps(iteration, noise.seeds)
+        return draw(self.branches, self.weights, noise.seeds, index, **rule)
+
+    def test(
+        self,
+        draft: Tensor,
+        drawn_from: Categorical,
+        noise: NoiseLike,
+        index: Tensor,
+        iteration: Tensor,
+        waiting: Tensor,
+        **rule: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`accept`, `residual` and `draw` of all drafts that are waiting, by one kernel: `nn/fused/verify.py`."""
+        from visgen.nn.fused.verify import test
+
+        rule |= {"known": self.known, **self._filters()}
+        window = index, waiting, draft, _steps(iteration, noise.seeds)
+        return test(self.branches, self.weights, drawn_from.logits, noise.seeds, *window, **rule)
+
+    def _filters(self) -> dict[str, Any]:
+        return {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
+
+
+def _steps(iteration: Tensor | int, seeds: Tensor) -> Tensor:
+    """The iteration of each image, [B]."""
+    if isinstance(iteration, int):
+        return torch.full_like(seeds, iteration)
+    if iteration.numel() != len(seeds):
+        raise ValueError(f"iteration {list(iteration.shape)} of a fused draw must be one number for each image")
+    return iteration.flatten()

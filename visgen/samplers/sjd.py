@@ -21,7 +21,7 @@ from torch import Tensor
 from visgen.checks import Positive
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
-from visgen.decode.verify import first_of, ring, verify
+from visgen.decode.verify import Verdict, advance, first_drafts, open_window, ring, verify
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._window import choose_window
 
@@ -53,6 +53,7 @@ class State:
     laws: Tensor | None  # [B, W, V] logits that each slot's draft was drawn from; None: `pure_gumbel`, which needs none
     newest: Tensor | None  # [B, C + 1, V] newest logits of each of C columns (`left`: 1), and a slot for the rest
     known: tuple[Tensor, Tensor] | None  # tokens, mask [B, N]
+    fused: bool
     chosen: dict[str, Any]
 
 
@@ -87,60 +88,51 @@ class SJD(Sampler):
             newest = torch.zeros(rows, columns + 1, engine.vocab, device=engine.device)
         position = tokens.new_zeros(rows, 1)
         slots = torch.arange(window, device=engine.device)
-        rounds = torch.zeros_like(tokens)
-        return State(tokens, position, position.clone(), rounds, slots, laws, newest, engine.known, chosen or {})
+        return State(
+            tokens=tokens,
+            position=position,
+            iteration=position.clone(),
+            rounds=torch.zeros_like(tokens),
+            slots=slots,
+            laws=laws,
+            newest=newest,
+            known=engine.known,
+            fused=engine.fused,
+            chosen=chosen or {},
+        )
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
-        state.iteration += 1
-        index = ring(state.position, state.slots, state.tokens.shape[1])  # [B, W]
-        waiting = index >= state.position
-        draft = state.tokens.gather(1, index)
+        window = open_window(state)
+        index, waiting, draft = window.index, window.waiting, window.draft  # [B, W]
         law = forward(state.tokens, index)
+        shared = self.config.drafting in ("gumbel", "pure_gumbel")  # one noise for all drafts of a position
+        stream = Stream.TOKEN if shared else Stream.DRAFT
         if state.laws is None:
-            tokens = torch.where(waiting, law.draw(noise, index, Stream.TOKEN, where=waiting), draft)
-            first = first_of(tokens != draft, index)
-        else:
+            drawn = torch.where(waiting, law.draw(noise, index, Stream.TOKEN, where=waiting), draft)
+            verdict = Verdict(index, drawn == draft, drawn, drawn)
+        else:  # kept and redrawn drafts alike follow the law that tests them
             coupled = self.config.drafting == "coupled"
-            verdict = verify(law, draft, law.like(state.laws), noise, index, waiting, state.iteration, every=coupled)
-            tokens, first = verdict.tokens, verdict.first
-            if not coupled:
-                behind = index > first
-                tokens = torch.where(behind, self.draw(law, noise, index, state.iteration, behind), tokens)
-        state.tokens.scatter_(1, index, tokens)
-        place = torch.arange(state.tokens.shape[1], device=index.device)
-        state.rounds += state.iteration * ((place >= state.position) & (place <= first))
-        state.position.copy_(first + 1)
-        if state.laws is not None:
-            state.laws.copy_(law.logits)  # kept and redrawn drafts alike follow the law that tested them
+            rule: dict[str, Any] = {"every": coupled, "redraw": None if coupled else stream, "relabel": True}
+            q = law.like(state.laws)
+            verdict = verify(law, draft, q, noise, index, waiting, state.iteration, **rule)
+        advance(state, verdict)
         if len(state.slots) > 1:
-            self.extend(state, law, index, noise)
+            logits = self.first_laws(state, law, index)
+            first_drafts(state, law, logits, state.laws, index, noise, stream, state.known)
 
-    def extend(self, state: State, law: Any, index: Tensor, noise: Noise) -> None:
-        """First drafts, and their laws, of the positions that enter the window after index [B, W]."""
+    def first_laws(self, state: State, law: Any, index: Tensor) -> Tensor | None:
+        """Logits [B, W, V] of the first drafts of what enters the window after index [B, W]; None: uniform."""
+        if self.config.init == "uniform":
+            return None
+        last = index.amax(1, keepdim=True)
+        newest = law.logits if state.laws is None else state.laws
+        if state.newest is None:
+            return _certain(state.tokens.gather(1, last), law.vocab).expand_as(newest)
         entering = ring(state.position, state.slots, state.tokens.shape[1])
-        new, last = entering > index, index.amax(1, keepdim=True)
-        if self.config.init == "repeat":
-            logits = _certain(state.tokens.gather(1, last), law.vocab).expand_as(law.logits)
-        elif state.newest is None:
-            logits = torch.zeros_like(law.logits)
-        else:
-            columns = state.newest.shape[1] - 1
-            column = torch.where(index > last - columns, index % columns, columns)  # older laws: to the last slot
-            state.newest.scatter_(1, _lanes(column, law.vocab), law.logits)
-            logits = state.newest.gather(1, _lanes(entering % columns, law.vocab))
-        first = law.like(logits)
-        if state.known is not None:
-            first = first.pin(*(x.gather(1, entering) for x in state.known))
-        drawn = self.draw(first, noise, entering, state.iteration, new)
-        state.tokens.scatter_(1, entering, torch.where(new, drawn, state.tokens.gather(1, entering)))
-        if state.laws is not None:
-            state.laws.copy_(torch.where(new.unsqueeze(-1), first.logits, state.laws))
-
-    def draw(self, law: Any, noise: Noise, index: Tensor, iteration: Tensor, where: Tensor) -> Tensor:
-        """A draft: by the position's one noise where it is shared, else by noise of its own."""
-        if self.config.drafting in ("gumbel", "pure_gumbel"):
-            return law.draw(noise, index, Stream.TOKEN, where=where)
-        return law.draw(noise, index, Stream.DRAFT, iteration, where)
+        columns = state.newest.shape[1] - 1
+        column = torch.where(index > last - columns, index % columns, columns)  # older laws: to the last slot
+        state.newest.scatter_(1, _lanes(column, law.vocab), newest)
+        return state.newest.gather(1, _lanes(entering % columns, law.vocab))
 
     def iterations(self, engine: Engine) -> int:
         return engine.tokens

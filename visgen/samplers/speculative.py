@@ -19,7 +19,7 @@ from visgen.checks import Positive, Share
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
-from visgen.decode.verify import verify
+from visgen.decode.verify import advance, verify
 from visgen.samplers import Forward, Sampler
 
 PRIOR = (0.7, 4.0)  # a row's overlap before it is known, and how many tested tokens that counts as
@@ -52,6 +52,7 @@ class State:
     drafts: Tensor  # [B, 1] tokens that the draft model drafted
     drafter: Any  # the draft model's engine
     known: tuple[Tensor, Tensor] | None  # tokens, mask [B, N]
+    fused: bool
 
 
 class Speculative(Sampler):
@@ -78,6 +79,7 @@ class Speculative(Sampler):
             drafts=position.clone(),
             drafter=drafter,
             known=engine.known,
+            fused=engine.fused,
         )
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
@@ -90,14 +92,11 @@ class Speculative(Sampler):
         law = forward(state.tokens, index)
         draft, q = state.tokens.gather(1, index), law.like(laws)
         verdict = verify(law, draft, q, noise, index, waiting, state.iteration, every=False)
-        state.tokens.scatter_(1, index, verdict.tokens)
-        counted = drafted & (index <= verdict.first)  # at final positions alone, so that no drawn draft has a say
+        advance(state, verdict)
+        counted = drafted & (index < state.position)  # at final positions alone, so that no drawn draft has a say
         state.overlap += (law.overlap(q) * counted).sum(1, keepdim=True)
         state.tested += counted.sum(1, keepdim=True)
         state.drafts += drafted.sum(1, keepdim=True)
-        place = torch.arange(count, device=index.device)
-        state.rounds += state.iteration * ((place >= state.position) & (place <= verdict.first))
-        state.position.copy_(verdict.first + 1)
 
     def wanted(self, state: State) -> Tensor:
         """Drafts of each row [B, 1]: as many as all stay with probability 1 - threshold, as far as is known; 1 or more.

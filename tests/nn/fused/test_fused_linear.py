@@ -57,7 +57,7 @@ def test_many_rows_that_fill_no_tile(width: int) -> None:
 
 def test_more_rows_take_wider_tiles_once_they_fill_the_device() -> None:
     widths = [linear.choose(rows, 3072, 1024, norm=False, gate=False).n for rows in (128, 256, 384, 1024)]
-    assert widths == [32, 32, 64, 128]
+    assert widths == [64, 32, 64, 128]
     assert linear.choose(1024, 3072, 1024, norm=False, gate=True, exact=True).n == 32
     assert linear.choose(8192, 1024, 1024, norm=False, gate=False).split == 1
 

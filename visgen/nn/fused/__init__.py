@@ -1,4 +1,5 @@
-"""Fused Triton kernels of decoding. Each file has a kernel and its launch; the eager twins are the modules of `nn/`.
+"""Fused Triton kernels of decoding. Each file has one step and its launch; the eager twins are the modules of `nn/` and
+`decode/verify.py`.
 
 A decode step of a few rows moves weights and cache once and does little arithmetic, so what counts is the number of
 kernels and that none of them waits for another's small result: five a layer. Everything here is a function of tensors

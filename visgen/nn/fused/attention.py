@@ -48,7 +48,7 @@ def decode_attention(
     check_head_dim(d)
     if pos.shape[1] > 1:
         return _decode_window(qkv, rotation, keys, values, pos, group, reach, visible, out)
-    many = rows * kv_heads >= 512  # programs enough to hide each other's waits
+    turn, ahead = _turn(rows * kv_heads)
     _attend[(rows, kv_heads)](
         qkv,
         rotation,
@@ -67,15 +67,26 @@ def decode_attention(
         HEAD_DIM=d,
         BD=triton.next_power_of_2(d),
         QUERIES=triton.next_power_of_2(heads // kv_heads),
-        BS=32,
-        BUFFERED=False,
+        BS=turn,
+        BUFFERED=ahead,
         PADDED=visible is not None,
-        AHEAD=64 if many else 1 << 16,
-        CHAIN=(chain := chained(out.device)),
+        AHEAD=_fetched(rows * kv_heads),
+        **chained(out.device),
         num_warps=1,
-        launch_pdl=chain,
     )
     return out
+
+
+def _turn(programs: int) -> tuple[int, bool]:
+    """Slots of a turn, and whether the next turn's are loaded meanwhile: the widest of which a multiprocessor (an H100
+    has 132) still holds all its programs."""
+    each = triton.cdiv(programs, 132)
+    return (64, False) if each <= 15 else (16, True) if each == 16 else (32, False)
+
+
+def _fetched(programs: int) -> int:
+    """Slots that a program fetches before the wait: all, or few where many programs share the cache."""
+    return 64 if programs >= 512 else 1 << 16
 
 
 def _decode_window(
@@ -117,9 +128,8 @@ def _decode_window(
         BW=min(triton.next_power_of_2(window), 4096 // lanes),
         PADDED=visible is not None,
         EXACT=exact,
-        AHEAD=64 if rows * kv_heads >= 512 else 1 << 16,
-        CHAIN=(chain := chained(out.device)),
-        launch_pdl=chain,
+        AHEAD=_fetched(rows * kv_heads),
+        **chained(out.device),
         num_warps=4,
         num_stages=stages,
     )

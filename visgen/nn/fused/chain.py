@@ -17,9 +17,10 @@ from triton.language.extra import cuda
 
 
 @functools.cache
-def chained(device: torch.device) -> bool:
-    """Whether the device can (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def chained(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel's launch: chained where the device can (Hopper and later)."""
+    can = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"CHAIN": can, "launch_pdl": can}
 
 
 @triton.jit

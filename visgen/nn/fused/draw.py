@@ -33,6 +33,8 @@ def draw(
     index: Tensor,
     *,
     stream: int,
+    iteration: Tensor | None = None,
+    where: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -45,7 +47,8 @@ def draw(
         weights: [K, B, W] float32 of the branches.
         seeds: [B] int64 of the images.
         index: [B, W] int64, the tokens' positions; also their noise's.
-        stream: which noise.
+        stream, iteration: which noise; iteration [B, 1], 0 where there is none.
+        where: [B, W] bool, the tokens to draw; the others are left undefined.
         temperature, top_k, top_p: as in `decode/warp.py`.
         known: (tokens [B, W], mask [B, W]): where the mask is true, that token is the result.
     """
@@ -60,6 +63,8 @@ def draw(
         index.contiguous(),
         tokens.contiguous(),
         mask.contiguous().view(torch.uint8) if known is not None else index,
+        index if iteration is None else iteration,
+        index if where is None else where.contiguous().view(torch.uint8),
         out,
         v,
         w,
@@ -69,14 +74,15 @@ def draw(
         top_p,
         BRANCHES=k,
         STREAM=stream + 1,
+        ITERATED=iteration is not None,
+        WHERE=where is not None,
         GREEDY=temperature == 0,
         TOP_K=0 < top_k < v,
         TOP_P=top_p < 1,
         KNOWN=known is not None,
         BLOCK=triton.next_power_of_2(v),
-        CHAIN=(chain := chained(out.device)),
+        **chained(out.device),
         num_warps=16 if v > 4096 else 4,
-        launch_pdl=chain,
     )
     return out
 
@@ -95,6 +101,8 @@ def _draw(
     index,  # [B W]
     tokens,  # [B W]
     mask,  # [B W]
+    iteration,  # [B]
+    where,  # [B W]
     out,  # [B W]
     vocab,
     window,
@@ -104,6 +112,8 @@ def _draw(
     top_p,
     BRANCHES: tl.constexpr,
     STREAM: tl.constexpr,
+    ITERATED: tl.constexpr,
+    WHERE: tl.constexpr,
     GREEDY: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -113,27 +123,46 @@ def _draw(
 ):
     follow(CHAIN)
     law = tl.program_id(0)
-    at = tl.load(index + law)
+    if WHERE and tl.load(where + law) == 0:
+        return
     lane = tl.arange(0, BLOCK)
+    value = _guided(logits, weights, law, laws, vocab, lane, BRANCHES)
+    value = _filtered(value, lane, temperature, top_k, top_p, GREEDY, TOP_K, TOP_P)
+    if not GREEDY:
+        step = tl.full([], 0, tl.int64)
+        if ITERATED:
+            step = tl.load(iteration + law // window)
+        noise = -_log(_exponential(tl.load(seeds + law // window), tl.load(index + law), step, lane, STREAM))
+        value = tl.where(value == float("-inf"), value, value + noise)  # a Gumbel is -log of an exponential
+    token = tl.argmax(value, axis=0).to(tl.int64)
+    if KNOWN:
+        token = tl.where(tl.load(mask + law) != 0, tl.load(tokens + law), token)
+    tl.store(out + law, token)
+
+
+@triton.jit
+def _guided(logits, weights, law, laws, vocab, lane, BRANCHES: tl.constexpr):
+    """The branches' logits, combined in float32; -inf beyond the vocabulary."""
     inside = lane < vocab
-    value = tl.zeros([BLOCK], dtype=tl.float32)
+    value = tl.zeros(lane.shape, dtype=tl.float32)
     for branch in tl.static_range(BRANCHES):
         part = tl.load(logits + (branch * laws + law).to(tl.int64) * vocab + lane, mask=inside, other=0.0)
         value += part.to(tl.float32) * tl.load(weights + branch * laws + law)
-    value = tl.where(inside, value, float("-inf"))
-    if not GREEDY:
+    return tl.where(inside, value, float("-inf"))
+
+
+@triton.jit
+def _filtered(value, lane, temperature, top_k, top_p, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr):
+    """`decode/warp.py`."""
+    if GREEDY:
+        value = tl.where(lane == tl.argmax(value, axis=0), 0.0, float("-inf"))
+    else:
         value = value / temperature
         if TOP_K:
             value = _top_k(value, top_k)
         if TOP_P:
             value = _top_p(value, top_p)
-        value = tl.where(
-            value == float("-inf"), value, value + _gumbel(tl.load(seeds + law // window), at, lane, STREAM)
-        )
-    token = tl.argmax(value, axis=0).to(tl.int64)
-    if KNOWN:
-        token = tl.where(tl.load(mask + law) != 0, tl.load(tokens + law), token)
-    tl.store(out + law, token)
+    return value
 
 
 @triton.jit
@@ -175,15 +204,21 @@ def _top_p(value, p):
 
 
 @triton.jit
-def _gumbel(seed, at, lane, STREAM: tl.constexpr):
-    """Standard Gumbel of (seed, position, stream, iteration 0) for each lane: `Noise.gumbel`."""
+def _exponential(seed, at, iteration, lane, STREAM: tl.constexpr):
+    """Standard exponential of (seed, position, stream, iteration) for each lane; `Noise.gumbel` is -log of it."""
+    return _neg_log1m(_uniform(seed, at, iteration, lane, STREAM))
+
+
+@triton.jit
+def _uniform(seed, at, iteration, lane, STREAM: tl.constexpr):
+    """`Noise.uniform`; STREAM is one more than the stream's number."""
     key = _mix(seed.to(tl.uint64) + _GOLDEN)
     key = _mix(key + at.to(tl.uint64) * _GOLDEN)
     key = _mix(key ^ (tl.full([], STREAM, tl.uint64) * _MIX_1))
-    key = _mix(key)
+    key = _mix(key + iteration.to(tl.uint64) * _MIX_2)
     bits = _mix(key + (lane + 1).to(tl.uint64) * _GOLDEN) >> 24
     uniform = (bits.to(tl.int64).to(tl.float32) + 0.5) * 9.094947017729282e-13  # 2^-40
-    return -_log(_exponential(tl.minimum(uniform, 1 - 5.960464477539063e-08)))  # 1 - 2^-24
+    return tl.minimum(uniform, 1 - 5.960464477539063e-08)  # 1 - 2^-24
 
 
 @triton.jit
@@ -194,7 +229,7 @@ def _mix(x):
 
 
 @triton.jit
-def _exponential(u):
+def _neg_log1m(u):
     """-log(1 - u), precise for small u. Triton's own logarithm is approximate on a GPU."""
     if INTERPRETED:
         rest = 1.0 - u

@@ -37,8 +37,7 @@ def embed(tokens: Tensor, index: Tensor, table: Tensor, prefix: Tensor) -> tuple
         slots,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        CHAIN=(chain := chained(x.device)),
-        launch_pdl=chain,
+        **chained(x.device),
     )
     return x, pos
 

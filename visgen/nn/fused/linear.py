@@ -96,10 +96,9 @@ def linear(
         BN=tile.n,
         BK=tile.k,
         EXACT=exact,
-        CHAIN=(chain := chained(x.device)),
+        **chained(x.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        launch_pdl=chain,
     )
     return out
 
@@ -116,9 +115,10 @@ def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False) 
     if m <= 16:
         wide = Tile(16, 16, 256, 1, 4, 4)
     elif m <= 128 and gate:
-        wide = Tile(64, 32 if n < 2816 else 64, 64, 1, 4, 4)
+        wide = Tile(64, 32, 128, 1, 4, 4) if n < 2816 else Tile(64, 64, 64, 1, 4, 4 if n < 3072 else 5)
     elif m <= 128:
-        wide = Tile(64, 16 if triton.cdiv(n, 32) * triton.cdiv(m, 64) <= 48 else 32, 128, 1, 4, 4)
+        blocks = triton.cdiv(n, 32) * triton.cdiv(m, 64)
+        wide = Tile(64, 16 if blocks <= 48 else 64 if blocks >= 128 else 32, 128, 1, 4, 4)
     else:  # the widest tile that fills the 132 multiprocessors of an H100
         fill = (w for w in (128, 64) if triton.cdiv(m, 128) * triton.cdiv(n, w) >= 132)
         wide = Tile(128, next(fill, 32), 64, 1, 8, 4)
@@ -137,9 +137,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         x.shape[1],
         eps,
         BLOCK=triton.next_power_of_2(x.shape[1]),
-        CHAIN=(chain := chained(x.device)),
+        **chained(x.device),
         num_warps=4,
-        launch_pdl=chain,
     )
     return out
 
