@@ -268,3 +268,14 @@ def test_publish_and_keep_last(runs):
     assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
     checkpoint.keep_last(run, 0)
     assert len(list(run.iterdir())) == 2
+
+
+def test_what_is_missing_is_said(tmp_path):
+    step = tmp_path / "run" / checkpoint.step_name(3)
+    step.mkdir(parents=True)
+    (step / checkpoint.META).write_text("{}")
+    refused(lambda: checkpoint.find_step(step), f"{step / checkpoint.WEIGHTS} is missing; copy the step again")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "config.yaml").write_text("loop: {}")
+    refused(lambda: checkpoint.find_step(begun), "has saved no step yet; train it first")

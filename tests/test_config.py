@@ -471,7 +471,7 @@ BAD_FLAGS = [
     (["--count", "1", "more.yaml"], ["more.yaml", "YAML files stand before the flags"]),
     (["--"], ["--"]),
     (["-c"], ["-c"]),
-    ([""], ["does not exist"]),
+    ([""], ["is a directory"]),
     (["missing.yaml"], ["missing.yaml does not exist", "configs/"]),
 ]
 
@@ -535,7 +535,7 @@ def test_a_longer_loop_of_bases_is_found(write: Any) -> None:
 def test_files_that_are_no_text(tmp_path: Path, write: Any) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"count: \xff\xfe")
     assert "is not valid YAML" in refused(str(tmp_path / "bytes.yaml"))
-    assert "does not exist" in refused(str(tmp_path))  # a folder
+    assert "is a directory" in refused(str(tmp_path))
     if os.geteuid() != 0:
         (tmp_path / "secret.yaml").write_text("count: 1")
         (tmp_path / "secret.yaml").chmod(0)

@@ -278,6 +278,10 @@ def find_step(path: Path | str, step: Step = None) -> Path:
         return path
     steps = {int(p.name.removeprefix("step_")): p for p in path.glob("step_*") if _is_step(p) and _is_filled(p)}
     if not steps:
+        if _is_step(path):
+            raise UserError(f"{path / WEIGHTS} is missing; copy the step again")
+        if (path / "config.yaml").is_file():
+            raise UserError(f"{path} is the directory of a run that has saved no step yet; train it first")
         raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
     if step == "best":
         best = read_best(steps[max(steps)])

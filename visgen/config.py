@@ -180,7 +180,8 @@ def _yaml_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]
     """The mappings of a YAML file and of its `base:` parents, the eldest first."""
     if not path.is_file():
         named = f" (base of {seen[-1]})" if seen else ""
-        raise UserError(f"config {path}{named} does not exist; pass the path of a YAML file, see configs/")
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"config {path}{named} {what}; pass the path of a YAML file, see configs/")
     if path.resolve() in seen:
         raise UserError(f"config {path}: its `base:` chain comes back to itself")
     try:
@@ -417,6 +418,12 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
             r"Error parsing (\S+): Could not find valid parse for arguments: \[(.*)\]",
             r"\1 takes values of its type, apart by spaces; got \2",
             text,
+        )
+        text = re.sub(
+            r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an int, got \2", text
+        )
+        text = re.sub(
+            r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 must be a float, got \2", text
         )
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None

@@ -302,6 +302,8 @@ def test_errors_before_long_work(tmp_path, flags, words):
     with pytest.raises(UserError) as found:
         train(tmp_path / "run", *flags)
     assert words in str(found.value) and "\n" not in str(found.value)
+    if "image 3" not in words:  # which is read when training has begun
+        assert not (tmp_path / "run").exists(), "a refused run leaves nothing behind"
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path):

@@ -25,7 +25,10 @@ class FeatureBank:
     """The features of `n` images by index, [n, D] float32; processes fill their own rows and add up."""
 
     def __init__(self, dim: int, n: int, device: torch.device | str = "cpu") -> None:
-        self.features = torch.zeros(n, dim, device=device)
+        try:
+            self.features = torch.zeros(n, dim, device=device)
+        except (MemoryError, RuntimeError):
+            raise UserError(f"the features of {n} images do not fit the memory; lower --n") from None
         self.seen = torch.zeros(n, dtype=torch.int64, device=device)  # [n]
 
     def update(self, features: Tensor, index: Tensor) -> None:

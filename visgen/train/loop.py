@@ -77,7 +77,9 @@ def fit(
             if in_place is not None and (mended := mend_export(state, in_place, start)):
                 out.say(mended)
         if start >= loop.steps:
-            out.say(f"all {loop.steps} steps are done; raise loop.steps in another loop.out to go on")
+            out.say(
+                f"all {loop.steps} steps are done; to go on: a larger loop.steps, another loop.out, --loop.resume {run}"
+            )
         elif _enough(state):
             out.say(f"{_lost(state)}; raise loop.patience to go on")
             return

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ def train(argv: list[str]) -> None:
         return
     require_memory(rehearsed, config.objective, memory())
     config.loop.check(rehearsed)
+    config.optim.check(config.loop.steps)
     config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
     accelerator = make_accelerator(loop)
@@ -135,9 +137,15 @@ def open_run(config: TrainConfig, run: Path, lock: bool = True) -> Iterator[Path
     Raises:
         UserError: it cannot be written, another training is at work in it, or its checkpoints are of another config.
     """
+    new = not run.exists()
     writable(run, "loop.out")
-    with locked(run) if lock else contextlib.nullcontext():
-        yield find_resume(config, run)
+    try:
+        with locked(run) if lock else contextlib.nullcontext():
+            yield find_resume(config, run)
+    except UserError:
+        if lock and new and {p.name for p in run.iterdir()} <= {"config.yaml", ".lock"}:
+            shutil.rmtree(run)  # refused before anything came of it
+        raise
 
 
 @contextlib.contextmanager
