@@ -375,25 +375,26 @@ def _kinds_with(cls: type, path: list[str]) -> str:
     *parents, last = path
     package = ""
     for name in parents:
-        fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-        if name not in fields:
+        field = getattr(cls, "__dataclass_fields__", {}).get(name)
+        if field is None:
             return ""
-        package, cls = fields[name].metadata.get("plugin", ""), get_type_hints(cls)[name]
-    having = (
-        [
-            kind
-            for kind in kinds(package)
-            if last in vars(_plugin_module(package, kind).Config).get("__dataclass_fields__", {})
-        ]
-        if package
-        else []
-    )
+        package, cls = field.metadata.get("plugin", ""), get_type_hints(cls)[name]
+    allowed = kinds(package) if package else []
+    having = (kind for kind in allowed if last in _plugin_module(package, kind).Config.__dataclass_fields__)
     return " or ".join(f"--{'.'.join(parents)}.kind {kind}" for kind in having)
 
 
 def _boolean(word: str) -> str:
     """`true` and `false`, which YAML says, as the parser says them."""
     return word.capitalize() if word in ("true", "false") else word
+
+
+PLAINLY = (  # what the parser says, and how we say it
+    (r"no type matching (.*?) could be instantiated from \['(.*)'\]\..*", r"\1 must be \2, got '\3'"),
+    (r"Could not find valid parse for arguments: \[(.*)\]", r"\1 takes values of its type, apart by spaces; got \2"),
+    (r"invalid literal for int\(\) with base 10: (.*)", r"\1 must be an int, got \2"),
+    (r"could not convert string to float: (.*)", r"\1 must be a float, got \2"),
+)
 
 
 def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
@@ -409,22 +410,8 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
         text = re.sub(r"\u256d.*?\u256e|^ \S.*\n -{5,}", " ", text, flags=re.MULTILINE)  # tyro's headings
         text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", text).split())
         text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
-        text = re.sub(
-            r"Error parsing (\S+): no type matching (.*?) could be instantiated from \['(.*)'\]\..*",
-            r"\1 must be \2, got '\3'",
-            text,
-        )
-        text = re.sub(
-            r"Error parsing (\S+): Could not find valid parse for arguments: \[(.*)\]",
-            r"\1 takes values of its type, apart by spaces; got \2",
-            text,
-        )
-        text = re.sub(
-            r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an int, got \2", text
-        )
-        text = re.sub(
-            r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 must be a float, got \2", text
-        )
+        for said, plainly in PLAINLY:
+            text = re.sub(rf"Error parsing (\S+): {said}", plainly, text)
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None
 

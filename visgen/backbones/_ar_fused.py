@@ -1,7 +1,7 @@
 """A window of `ar.py` in five kernels a layer: QKV, attention, output, gate and up, down.
 
-RMS norms, rotary positions, cache write, SwiGLU and residual sums live inside them (`nn/fused/`). Weights are read
-where they lie; what is added is a few buffers of one step.
+RMS norms (beyond a few rows kernels of their own), rotary positions, cache write, SwiGLU and residual sums live inside
+them (`nn/fused/`). Weights are read where they lie; what is added is a few buffers of one step.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from visgen.nn.fused import EAGER
 from visgen.nn.fused.chain import chained, fetch, follow
 
 MAX_HEAD_DIM = 256
+LOG2_E = 1.4426950408889634  # powers of two are what the device computes
 
 
 def decode_attention(
@@ -63,7 +64,7 @@ def decode_attention(
         slots,
         heads // kv_heads,
         0 if visible is None else visible.shape[1],
-        d**-0.5 * 1.4426950408889634,  # log2(e): powers of two are what the device computes
+        d**-0.5 * LOG2_E,
         HEAD_DIM=d,
         BD=triton.next_power_of_2(d),
         QUERIES=triton.next_power_of_2(heads // kv_heads),
@@ -119,7 +120,7 @@ def _decode_window(
         slots,
         window,
         0 if visible is None else visible.shape[1],
-        d**-0.5 * 1.4426950408889634,
+        d**-0.5 * LOG2_E,
         HEAD_DIM=d,
         BD=lanes,
         QUERIES=queries,
