@@ -49,6 +49,9 @@ class Config:
     """What a label is. style_category: the categories of each style are classes of their own."""
     variants: Literal["all", "base"] = "all"
     """base: one picture per concept and style, without skin tone and of neutral gender where there is one."""
+    evenly: bool = False
+    """Train on every concept equally often, whatever the number of its variants: a training picture is a random variant
+    of its concept in its style. Otherwise people, with their skin tones and professions, are most of the pictures."""
     hflip: bool = False
     """Mirror half of the training images, except flags, symbols and others that a mirror makes wrong."""
     shift: int = 0
@@ -97,6 +100,7 @@ class Emoji(Data):
         self.styles = [styles[i] for i in style_of]
         self.concepts = torch.from_numpy(table.concepts[numbers])
         self._mirror = torch.from_numpy(table.mirror[numbers])
+        self._variants = _groups(style_of, self.concepts.numpy())
         self._label(config.classes, styles, style_of, table, numbers)
 
     def _choose(self, pictures: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
@@ -120,6 +124,8 @@ class Emoji(Data):
         return len(self.labels)
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        if rng is not None and self.split == "train" and self.config.evenly:
+            index = int(rng.choice(self._variants[index % len(self._variants)]))
         pixels = self._pixels[index]
         if rng is not None and self.split == "train":
             pixels = self._augment(pixels, bool(self._mirror[index]), rng)
@@ -159,6 +165,12 @@ class Emoji(Data):
         zoom = rng.uniform(1 - config.scale, 1 + config.scale) if config.scale else 1.0
         x, y = rng.integers(-config.shift, config.shift + 1, 2) if config.shift else (0, 0)
         return _move(pixels, zoom, int(x), int(y))
+
+
+def _groups(styles: np.ndarray, concepts: np.ndarray) -> list[np.ndarray]:
+    """The indices of each concept's variants in one style."""
+    _, group, counts = np.unique(np.stack([styles, concepts]), axis=1, return_inverse=True, return_counts=True)
+    return np.split(np.argsort(group, kind="stable"), np.cumsum(counts)[:-1])
 
 
 def _move(pixels: Tensor, zoom: float, x: int, y: int) -> Tensor:
