@@ -192,7 +192,6 @@ def test_what_does_not_fit_is_refused_before_any_work(tmp_path, photos):
         assert not out.exists()
 
     refused("made for 32x32 px but the data has 16x16 px", PatchColours(32))
-    refused("continuous", PatchColours(vocab=None))
     refused("not float32", PatchColours().bfloat16())
     refused(r"crop_ranges \(0\.5,\)", data=photos, views="ten_crop", ranges=(0.5,))
     refused(r"crop_ranges \(\)", data=photos, views="ten_crop", ranges=())
@@ -330,3 +329,28 @@ def test_two_launched_processes_write_what_one_writes(tmp_path):
     program.main([*flags, str(tmp_path / "one")])
     for path in (tmp_path / "one" / "train").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / "train" / path.name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------ continuous tokens
+
+
+def continuous(small):
+    torch.manual_seed(0)
+    return build(small("tokenizers", "conv_kl", kl=0.0)).eval()
+
+
+def test_latents_are_cached_in_half_precision(small, tmp_path):
+    data, tokenizer = synthetic(), continuous(small)
+    encode(tokenizer, data, tmp_path, checkpoint.tokenizer_hash(tokenizer), shard=9, batch=8)
+    kept = read(tmp_path)
+    assert (kept.grid, kept.vocab, kept.channels, kept.view_count) == ((1, 8, 8), None, 4, 2)
+    sample = kept.get(3)["tokens"]
+    wanted = tokenizer.encode(data.get(3)["pixels"][None].float() / 127.5 - 1)[0]
+    assert sample.dtype == torch.float32 and sample.shape == (64, 4)
+    assert torch.allclose(sample, wanted, atol=2e-3, rtol=1e-3)
+    assert kept.get_many([3, 4])["tokens"].shape == (2, 64, 4)
+    assert preflight(tokenizer, kept, margin_db=-100).agreement == 1
+    with torch.no_grad():
+        tokenizer.encoder.conv_out.weight.mul_(3)
+    with pytest.raises(UserError, match="does not match its source"):
+        preflight(tokenizer, kept, margin_db=-100)

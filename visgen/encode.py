@@ -1,4 +1,4 @@
-"""Pixels -> cached codes.
+"""Pixels -> cached codes, or latents of a continuous tokenizer.
 
     python -m visgen.encode --tokenizer DIR --out DIR --data.kind fashion_mnist --views flip --split train
 
@@ -34,11 +34,13 @@ from visgen.launch import cpus, on_cpu
 from visgen.metrics.features import exact_float32
 from visgen.tokenizers import Tokenizer
 
+CLOSE = 0.02  # by which a latent may differ from the stored one, which is rounded to float16
+
 
 @dataclass(frozen=True)
 class Config:
     tokenizer: Path | None = None
-    """Run directory or file of a trained discrete tokenizer."""
+    """Run directory or file of a trained tokenizer."""
     out: Path = Path("data_cache/codes")
     """Folder of the cache; the split becomes a sub-folder."""
     data: Any = plugin("visgen.data", "fashion_mnist")
@@ -113,8 +115,9 @@ def encode(
     wanted = cache.make_index(
         data,
         tokenizer=tokenizer_hash,
-        grid=list(tokenizer.grid),
-        vocab=tokenizer.vocab,
+        grid=[data.frames * tokenizer.grid[0], *tokenizer.grid[1:]],
+        vocab=tokenizer.vocab or 0,
+        channels=0 if tokenizer.vocab else tokenizer.channels,
         views=views,
         ranges=list(ranges) if views == "ten_crop" else [],
         shard_images=shard,
@@ -142,7 +145,7 @@ def encode(
 @dataclass(frozen=True)
 class Preflight:
     """What `preflight` measured: mean PSNR in dB of decoded codes to their own and to the others' source images, and
-    the share of codes that encoding the source again gives."""
+    the share of codes (of latents: to within `CLOSE`) that encoding the source again gives."""
 
     matched: float
     shuffled: float
@@ -162,7 +165,8 @@ def preflight(tokenizer: Tokenizer, codes: Codes, n: int = 8, margin_db: float =
     """
     chosen = np.unique(np.linspace(0, len(codes) - 1, n).round().astype(int)).tolist()
     view = [k % codes.view_count for k in range(len(chosen))]
-    ids = torch.from_numpy(np.stack([codes.tokens(i)[v] for i, v in zip(chosen, view, strict=True)]).astype(np.int64))
+    kept = np.stack([codes.tokens(i)[v] for i, v in zip(chosen, view, strict=True)])
+    ids = torch.from_numpy(kept.astype(np.float32 if tokenizer.vocab is None else np.int64))
     _check_range(ids, tokenizer.vocab, str(codes.folder))
     source = codes.source()
     if len(source) != len(codes):
@@ -172,7 +176,9 @@ def preflight(tokenizer: Tokenizer, codes: Codes, n: int = 8, margin_db: float =
     with exact_float32():
         ids = ids.to(device)
         own = _to_float(pixels[torch.arange(len(chosen)), view].to(device))  # [n, T, 3, H, W]
-        agreement = (tokenizer.encode(own) == ids).float().mean(1)  # [n]
+        again = tokenizer.encode(own)
+        same = again == ids if tokenizer.vocab else (again - ids).abs() <= CLOSE * (1 + ids.abs())
+        agreement = same.flatten(1).float().mean(1)  # [n]
         decoded = tokenizer.decode(ids)
     error = (decoded[:, None] - own[None]).square().flatten(2).mean(2)  # [n, n]: decoded i against source j
     psnr = 10 * torch.log10(4 / error.clamp_min(1e-10))  # the range is 2 wide
@@ -198,8 +204,6 @@ def preflight(tokenizer: Tokenizer, codes: Codes, n: int = 8, margin_db: float =
 
 
 def _check(tokenizer: Tokenizer, data: Data, views: Views, ranges: Sequence[float], batch: int, shard: int) -> None:
-    if tokenizer.vocab is None:
-        raise UserError("the tokenizer is continuous (vocab None), the cache holds codes; pass a discrete tokenizer")
     if tuple(tokenizer.image_size) != tuple(data.image_size):
         want, have = ("x".join(map(str, size)) for size in (tokenizer.image_size, data.image_size))
         raise UserError(
@@ -308,14 +312,18 @@ def _encode_shards(
             advance(len(pixels))
             if k in ends:
                 stacked = torch.cat(codes).cpu()  # one host read per shard
-                _check_range(stacked, tokenizer.vocab, "the tokenizer")
+                _check_range(stacked.half() if index.channels else stacked, tokenizer.vocab, "the tokenizer")
                 cache.write_shard(folder, index, ends[k], stacked.numpy(), torch.cat(labels).numpy())
                 codes, labels = [], []
 
 
 def _check_range(ids: Tensor, vocab: int | None, where: str) -> None:
+    if vocab is None:
+        if not torch.isfinite(ids).all():
+            raise UserError(f"{where}: latents that are not finite in float16; is it the right tokenizer?")
+        return
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or vocab is None or high >= vocab:
+    if low < 0 or high >= vocab:
         raise UserError(
             f"{where}: codes {low}..{high} lie outside the vocabulary of {vocab}; is it the right tokenizer?"
         )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visgen.checks import UserError
+
 Grid = tuple[int, int, int]  # (T, H, W) in tokens
 
 
@@ -23,11 +25,15 @@ class Layout:
         coords: [S, 3] int64 (t, y, x) of every slot; prefix slots carry -1.
         group: [S] int64, visibility group; prefix slots are causal among themselves and seen by all tokens.
         prefix: number P of prefix slots; S = P + N.
+        block: number of tokens of each group.
+        noised: [S] bool, the slots that hold noised copies (`doubled`); None where there are none.
     """
 
     coords: Tensor
     group: Tensor
     prefix: int = 0
+    block: int = 1
+    noised: Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -47,7 +53,40 @@ class Layout:
     def full(grid: Grid) -> Layout:
         """All tokens in one group: bidirectional attention."""
         coords = _coords(grid)
-        return Layout(coords, torch.zeros(len(coords), dtype=torch.int64))
+        return Layout(coords, torch.zeros(len(coords), dtype=torch.int64), block=len(coords))
+
+    @staticmethod
+    def blocks(grid: Grid, block: Grid) -> Layout:
+        """Blocks of (t, y, x) tokens, each its own group: raster order over the blocks, and inside each of them.
+
+        (1, 1, 1) is `raster`, the whole grid is `full`, (t, H, W) are blocks of t frames.
+
+        Raises:
+            UserError: the block does not divide the grid.
+        """
+        if any(n % b for n, b in zip(grid, block, strict=True)):
+            fitting = ["/".join(str(b) for b in range(1, n + 1) if n % b == 0) for n in grid]
+            raise UserError(
+                f"block {tuple(block)} does not divide the grid {tuple(grid)} (t, y, x) of tokens; its sides may be "
+                f"{', '.join(fitting)}"
+            )
+        coords = _coords(grid)
+        inside = torch.tensor(block, device=coords.device)
+        which, within = coords // inside, coords % inside
+        count = [n // b for n, b in zip(grid, block, strict=True)]
+        group = (which[:, 0] * count[1] + which[:, 1]) * count[2] + which[:, 2]
+        place = (within[:, 0] * block[1] + within[:, 1]) * block[2] + within[:, 2]
+        size = block[0] * block[1] * block[2]
+        order = (group * size + place).argsort()
+        return Layout(coords[order], group[order], block=size)
+
+    def doubled(self) -> Layout:
+        """The slots that blockwise denoising is trained on: [clean tokens of all groups but the last | a noised copy of
+        all tokens]. No noised copy sees the clean last group, so it is left out (ACDiT, arXiv 2412.07720)."""
+        clean = self.tokens - self.block
+        noised = torch.arange(clean + self.tokens, device=self.group.device) >= clean
+        coords, group = (torch.cat([part[:clean], part]) for part in (self.coords, self.group))
+        return Layout(coords, group, block=self.block, noised=noised)
 
     def with_prefix(self, prefix: int) -> Layout:
         """The same tokens behind `prefix` condition slots."""
@@ -55,13 +94,24 @@ class Layout:
             raise ValueError(f"layout has {self.prefix} prefix slots already")
         coords = torch.cat([torch.full((prefix, 3), -1), self.coords])
         group = torch.cat([torch.arange(-prefix, 0), self.group])
-        return Layout(coords, group, prefix)
+        return Layout(coords, group, prefix, self.block)
 
     def visible(self, query: Tensor, key: Tensor | None = None) -> Tensor:
         """Slots query [..., W] (and key [K], default all S) -> bool [..., W, K]: may the query attend to the key?"""
         group = self.group.to(query.device)
         keys = group if key is None else group[key]
-        return keys <= group[query].unsqueeze(-1)
+        if self.noised is None:
+            return keys <= group[query].unsqueeze(-1)
+        noised = self.noised.to(query.device)
+        copies = noised if key is None else noised[key]
+        return seen(group[query].unsqueeze(-1), noised[query].unsqueeze(-1), keys, copies)
+
+
+def seen(group: Tensor, noised: Tensor, key_group: Tensor, key_noised: Tensor) -> Tensor:
+    """May a slot of `group` attend to one of `key_group`? Clean slots: to clean ones of no later group. Noised copies:
+    to clean ones of earlier groups, and to noised ones of their own."""
+    clean = ~key_noised & torch.where(noised, key_group < group, key_group <= group)
+    return clean | (key_noised & noised & (key_group == group))
 
 
 def _coords(grid: Grid) -> Tensor:

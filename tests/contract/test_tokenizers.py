@@ -62,7 +62,7 @@ def test_eval_mode_is_deterministic_and_rows_are_independent(kind: str, small: C
         tokens = tokenizer.encode(pixels)
         decoded = tokenizer.decode(tokens)
         assert torch.equal(tokenizer.encode(pixels), tokens) and torch.equal(tokenizer.decode(tokens), decoded)
-        assert torch.allclose(tokenizer.encode(pixels[1:2]), tokens[1:2])
+        assert torch.allclose(tokenizer.encode(pixels[1:2]), tokens[1:2], atol=0 if tokenizer.vocab else 1e-4)
         assert torch.allclose(tokenizer.decode(tokens[1:2]), decoded[1:2], atol=1e-5)
 
 

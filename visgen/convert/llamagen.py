@@ -8,26 +8,20 @@ the file's name or `--resolution`: the same weights load into any resolution, an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
-import json
-import pickle
 import re
-import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from visgen import checkpoint
 from visgen.config import UserError, build, plugin_config
-from visgen.convert import DTYPES, Precision, audit
+from visgen.convert import Precision, audit
+from visgen.convert._files import check_finite, read_weights, require_new, sha256_of, tensors_of, write_run
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
@@ -59,8 +53,7 @@ def convert(config: Config) -> str:
     path = _file(config.source)
     kind, found = read(path)
     out = Path(config.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT {out} exists and is not empty; choose a new directory")
+    require_new(out)
     said = resolution(path.name, config.resolution)
     beside: Tokenizer | None = None
     module: nn.Module
@@ -99,9 +92,9 @@ def convert(config: Config) -> str:
             f"{family} GPT, {backbone.layers} layers, {backbone.heads} heads, width {backbone.width}, "
             f"{said} px = {grid[1]} x {grid[2]} tokens, {asked}"
         )
-    _check_finite(module, config.dtype)
-    facts = {"step": 0, "origin": "llamagen", "source": path.name, "source_sha256": _sha256(path)} | facts
-    _write(out, module, facts, config.dtype, beside)
+    check_finite(module, config.dtype)
+    facts = {"step": 0, "origin": "llamagen", "source": path.name, "source_sha256": sha256_of(path)} | facts
+    write_run(out, module, facts, config.dtype, beside)
     count = sum(p.numel() for p in module.parameters())
     kept = "" if kind == "vq" else ("; tokenizer beside it" if beside else "; sampling needs --tokenizer")
     return f"{out}: {text}, {count:,} parameters, {config.dtype}{kept}"
@@ -280,9 +273,9 @@ def read(path: Path) -> tuple[str, dict[str, Tensor]]:
     Raises:
         UserError: missing, truncated, holding pickled code, or without such weights.
     """
-    content = _load(path)
+    content = read_weights(path)
     wrapped = [name for name in WRAPPERS["vq"] if isinstance(content.get(name), dict)]
-    states = {name: _tensors(content[name]) for name in wrapped} or {"": _tensors(content)}
+    states = {name: tensors_of(content[name]) for name in wrapped} or {"": tensors_of(content)}
     for kind, order in WRAPPERS.items():
         mark = re.compile(r"(layers\.\d+\.|tok_embeddings\.)" if kind == "gpt" else r"(encoder\.|quantize\.)")
         for name in ("", *order):
@@ -291,37 +284,6 @@ def read(path: Path) -> tuple[str, dict[str, Tensor]]:
     raise UserError(
         f"{path} holds neither a GPT nor a VQ tokenizer of LlamaGen; its first keys: {', '.join(list(content)[:4])}"
     )
-
-
-def _load(path: Path) -> dict[str, Any]:
-    again = "the file is truncated or no weights file, fetch it again"
-    try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
-        with torch.serialization.safe_globals([argparse.Namespace]):  # training files keep their arguments: plain data
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if named is None:
-            raise UserError(f"{path} cannot be read; {again}") from None
-        raise UserError(
-            f"{path} holds pickled code ({named[1]}), which is not run; get a file of tensors, such as safetensors"
-        ) from None
-    except Exception as error:  # bytes that are no pickle make the unpickler raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        raise UserError(f"{path} cannot be read ({reason}); {again}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors")
-    return content
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state, without the prefixes that DDP and torch.compile put before every key."""
-    found = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor)}
-    for prefix in ("module.", "_orig_mod.", "module."):
-        if found and all(k.startswith(prefix) for k in found):
-            found = {k.removeprefix(prefix): v for k, v in found.items()}
-    return found
 
 
 def _file(source: str) -> Path:
@@ -377,28 +339,3 @@ def _tokenizer(source: str, size: int) -> Tokenizer:
     resized = build(dataclasses.replace(kept.config, image_size=size))
     resized.load_state_dict(kept.state_dict())
     return resized.eval()
-
-
-def _check_finite(module: nn.Module, dtype: Precision) -> None:
-    broken = [k for k, v in module.named_parameters() if not torch.isfinite(v.to(DTYPES[dtype])).all()]
-    if broken:
-        raise UserError(f"{', '.join(broken[:3])}: not finite in {dtype}; use --dtype fp32 or fetch the file again")
-
-
-def _write(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, beside: Tokenizer | None) -> None:
-    step = out / checkpoint.step_name(0)
-    hidden = checkpoint.unfinished(step)
-    try:
-        hidden.mkdir(parents=True)
-        if beside is not None:
-            checkpoint.save_module(out / checkpoint.TOKENIZER, beside, beside.config)
-        checkpoint.save_module(hidden / checkpoint.WEIGHTS, module, module.config, DTYPES[dtype], facts)
-        (hidden / checkpoint.META).write_text(json.dumps(facts | {"dtype": dtype}, indent=1) + "\n")
-        checkpoint.publish(step)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"OUT {out} cannot be written: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

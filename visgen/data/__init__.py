@@ -41,6 +41,7 @@ class Data(ABC):
         config, split: what it was built from.
         classes: class names; a label is an index into this list.
         image_size: (H, W) in pixels.
+        frames: number T of frames of a sample.
         labels: [n] int64, of all samples, where the source knows them beforehand.
         skipped: unreadable samples met so far, by this process and its workers.
     """
@@ -49,6 +50,7 @@ class Data(ABC):
     split: Split
     classes: list[str]
     image_size: tuple[int, int]
+    frames: int = 1
     labels: Tensor
     skipped: int = 0
 

@@ -1,9 +1,9 @@
-"""Cached tokens `[image, view, N]` of a discrete tokenizer, written by `python -m visgen.encode`.
+"""Cached tokens `[image, view, N]`, or `[image, view, N, C]` of a continuous tokenizer, by `python -m visgen.encode`.
 
-A cache is `<root>/<split>/`: `index.json`, and per shard `codes_00000.npy` (uint16, or uint32 above 65536 codes,
-mapped into memory) and `labels_00000.npy`. A training access draws one of the views (LlamaGen section 2.10 keeps two
-mirrors or ten crops), so crops and flips cost nothing. The index records the source, the views and the tokenizer's
-hash: a cache never meets a tokenizer that did not write it.
+A cache is `<root>/<split>/`: `index.json`, and per shard `codes_00000.npy` (uint16, uint32 above 65536 codes, float16
+of continuous tokens; mapped into memory) and `labels_00000.npy`. A training access draws one of the views (LlamaGen
+section 2.10 keeps two mirrors or ten crops), so crops and flips cost nothing. The index records the source, the views
+and the tokenizer's hash: a cache never meets a tokenizer that did not write it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Index:
     source: dict[str, Any]  # `dump(Source(...))["data"]`
     tokenizer: str  # hash of the tokenizer's weights and config
     grid: list[int]
-    vocab: int
+    vocab: int  # 0 of continuous tokens
     views: Views
     ranges: list[float]  # of ten_crop
     image_size: list[int]
     classes: list[str]
     images: int
     shard_images: int
+    channels: int = 0  # of continuous tokens
     complete: bool = False
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `write_shard`'s records, once complete
 
@@ -67,6 +68,8 @@ class Index:
 
     @property
     def dtype(self) -> np.dtype:
+        if self.channels:
+            return np.dtype(np.float16)
         return np.dtype(np.uint16 if self.vocab <= 65536 else np.uint32)
 
     @property
@@ -77,17 +80,19 @@ class Index:
         """The images of a shard."""
         return range(number * self.shard_images, min((number + 1) * self.shard_images, self.images))
 
-    def shape(self, number: int) -> tuple[int, int, int]:
-        """[images, views, N] of a shard."""
-        return len(self.shard(number)), self.view_count, int(np.prod(self.grid))
+    def shape(self, number: int) -> tuple[int, ...]:
+        """[images, views, N] or [images, views, N, C] of a shard."""
+        values = (self.channels,) if self.channels else ()
+        return len(self.shard(number)), self.view_count, int(np.prod(self.grid)), *values
 
 
 class Codes(Data):
-    """Samples are `tokens` int64 [N], `label` and `view`. Training draws a view; plain samples have the central one, 0.
+    """Samples are `tokens` int64 [N] or float32 [N, C], `label` and `view`. Training draws a view; plain samples have
+    the central one, 0.
 
     Attributes:
         index: everything that `index.json` says.
-        grid, vocab, tokenizer_hash: of the tokenizer that wrote it.
+        grid, vocab, channels, tokenizer_hash: of the tokenizer that wrote it; vocab or channels is None.
     """
 
     config: Config
@@ -105,7 +110,8 @@ class Codes(Data):
         self.classes, self.tokenizer_hash = self.index.classes, self.index.tokenizer
         self.image_size = (self.index.image_size[0], self.index.image_size[1])
         self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
-        self.vocab, self.view_count = self.index.vocab, self.index.view_count
+        self.vocab, self.channels = self.index.vocab or None, self.index.channels or None
+        self.view_count = self.index.view_count
         self._maps = self._open()
         numbers = range(self.index.shard_count)
         labels = [read_array(shard_path(self.folder, i, "labels")) for i in numbers]
@@ -120,11 +126,12 @@ class Codes(Data):
         view = plain = CENTER if self.index.views == "ten_crop" else 0
         if rng is not None and self.split == "train":
             view = int(rng.integers(self.view_count))
-        tokens = torch.from_numpy(self.tokens(index)[view].astype(np.int64))
+        stored = self.tokens(index)[view]
+        tokens = torch.from_numpy(stored.astype(np.float32 if self.channels else np.int64))
         return {"tokens": tokens, "label": int(self.labels[index]), "view": (view - plain) % self.view_count}
 
     def tokens(self, index: int) -> np.ndarray:
-        """All views of an image, [V, N] of the stored dtype, in the file's memory."""
+        """All views of an image, [V, N] or [V, N, C] of the stored dtype, in the file's memory."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if not self._maps:
@@ -225,7 +232,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray) -> None:
-    """Writes codes [n, V, N] and labels [n], and last the record that marks the shard as done."""
+    """Writes codes of `index.shape` and labels [n], and last the record that marks the shard as done."""
     record = {}
     for part, array in (("codes", codes.astype(index.dtype)), ("labels", labels.astype(np.int64))):
         buffer = io.BytesIO()
@@ -253,7 +260,7 @@ def shard_record(folder: Path, index: Index, number: int) -> dict[str, Any] | No
 
 
 def open_shard(folder: Path, index: Index, number: int) -> np.ndarray:
-    """Maps a shard's codes, [n, V, N].
+    """Maps a shard's codes, of `index.shape`.
 
     Raises:
         UserError: missing, truncated, or of another shape.
