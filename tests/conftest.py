@@ -93,6 +93,38 @@ def make_model() -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="session")
+def make_blocks() -> Callable[..., Model]:
+    """Builds a tiny ACDiT over vectors in eval mode, class-conditional, with random weights everywhere."""
+
+    def make(
+        grid: tuple[int, int, int] = (1, 4, 4),
+        block: tuple[int, int, int] = (1, 2, 2),
+        channels: int = 3,
+        classes: int = 3,
+        seed: int = 0,
+        predicts: str = "epsilon",
+        **backbone: Any,
+    ) -> Model:
+        small = {"layers": 2, "heads": 2, "width": 32, "block": block}
+        config = ModelConfig(
+            grid=grid,
+            channels=channels,
+            backbone=plugin_config("visgen.backbones", "acdit", **{**small, **backbone}),
+            condition=plugin_config("visgen.conditions", "label", classes=classes),
+            head=plugin_config("visgen.heads", "denoiser", predicts=predicts),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Model(config).eval()
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.15)
+            torch.nn.init.zeros_(model.head.output.bias)
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
     run = tmp_path_factory.mktemp("runs") / "tiny"

@@ -339,3 +339,74 @@ def uniform(seed: int, index: int, lane: int, stream: int, iteration: int = 0) -
 
 def gumbel(seed: int, index: int, lane: int, stream: int, iteration: int = 0) -> float:
     return -math.log(-math.log1p(-uniform(seed, index, lane, stream, iteration)))
+
+
+# ---------------------------------------------------------------------------------- a diffusion transformer (DiT)
+
+
+def rope_axes(
+    vector: Sequence[float], place: Sequence[int], split: Sequence[int], bases: Sequence[float]
+) -> list[float]:
+    """One head's vector of d numbers at `place`: the pairs (2i, 2i+1) of each axis' part turn with its coordinate."""
+    out: list[float] = []
+    start = 0
+    for at, size, base in zip(place, split, bases, strict=True):
+        for i in range(size // 2):
+            a, b = vector[start + 2 * i : start + 2 * i + 2]
+            turned = complex(a, b) * cmath.exp(1j * at * base ** (-2 * i / size))
+            out += [turned.real, turned.imag]
+        start += size
+    return out
+
+
+def dit(
+    weights: Mapping[str, Tensor],
+    tokens: Tensor,  # [N, C] of one image
+    places: Sequence[Sequence[int]],  # (y, x) or (t, y, x) of every token
+    time: float,
+    label: Tensor,  # [D]
+    heads: int,
+    split: Sequence[int],
+    bases: Sequence[float],
+    eps: float = 1e-6,
+) -> Tensor:
+    """Plain DiT (arXiv 2212.09748) with adaLN-Zero, qk-norm and axial rotation; all tokens see all others: [N, D]."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = weights.get(f"{name}.bias")
+        return x @ weights[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    def silu(x: Tensor) -> Tensor:
+        return x / (1 + torch.exp(-x))
+
+    def modulated(x: Tensor, norm: str, shift: Tensor, scale: Tensor) -> Tensor:
+        return rms_norm(x, weights[f"{norm}.weight"], eps) * (1 + scale) + shift
+
+    angles = [time * 10000 ** (-k / 128) for k in range(128)]
+    wave = torch.tensor([math.cos(a) for a in angles] + [math.sin(a) for a in angles], dtype=tokens.dtype)
+    about = silu(linear(silu(linear(wave, "time.0")), "time.2") + label)
+    x = linear(tokens, "embed")
+    count, width = x.shape
+    head_dim = width // heads
+    layers = 1 + max(int(k.split(".")[1]) for k in weights if k.startswith("layers."))
+    for layer in range(layers):
+        name = f"layers.{layer}"
+        shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = linear(about, f"{name}.modulation").split(width)
+        qkv = linear(modulated(x, f"{name}.attention_norm", shift, scale), f"{name}.attention.qkv")
+        mixed = torch.zeros_like(x)
+        for h in range(heads):
+            part = slice(h * head_dim, (h + 1) * head_dim)
+            q, k, v = (qkv[:, j * width : (j + 1) * width][:, part] for j in range(3))
+            q = rms_norm(q, weights[f"{name}.attention.query_norm.weight"], eps)
+            k = rms_norm(k, weights[f"{name}.attention.key_norm.weight"], eps)
+            q, k = (
+                torch.tensor([rope_axes(y[n].tolist(), places[n], split, bases) for n in range(count)], dtype=x.dtype)
+                for y in (q, k)
+            )
+            mixed[:, part] = (q @ k.T / math.sqrt(head_dim)).softmax(-1) @ v
+        x = x + gate * linear(mixed, f"{name}.attention.out")
+        inner = linear(modulated(x, f"{name}.ffn_norm", shift_ffn, scale_ffn), f"{name}.ffn.0")
+        tanh = torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3))
+        x = x + gate_ffn * linear(0.5 * inner * (1 + tanh), f"{name}.ffn.2")
+    shift, scale = linear(about, "modulation").split(width)
+    return modulated(x, "norm", shift, scale)

@@ -66,9 +66,14 @@ def build(config: Any, *objects: Any, **named: Any) -> Any:
     Raises:
         UserError: a value is out of its range.
     """
+    check(config, type(config).__module__.split(".")[-2].removesuffix("s"))
+    return implementation(config)(config, *objects, **named)
+
+
+def implementation(config: Any) -> type:
+    """The one class of a plugin file, of whose `Config` this is, that implements its package's contract."""
     module = sys.modules[type(config).__module__]
     package = importlib.import_module(module.__name__.rpartition(".")[0])
-    check(config, package.__name__.rpartition(".")[2].removesuffix("s"))
     contracts = tuple(v for v in vars(package).values() if inspect.isabstract(v) and v.__module__ == package.__name__)
     found = [
         v
@@ -77,7 +82,7 @@ def build(config: Any, *objects: Any, **named: Any) -> Any:
     ]
     if len(found) != 1:
         raise TypeError(f"{module.__name__} must define exactly one implementation of its contract, found {found}")
-    return found[0](config, *objects, **named)
+    return found[0]
 
 
 # ---------------------------------------------------------------------------------------------- load and dump

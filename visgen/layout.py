@@ -26,6 +26,7 @@ class Layout:
         group: [S] int64, visibility group; prefix slots are causal among themselves and seen by all tokens.
         prefix: number P of prefix slots; S = P + N.
         block: number of tokens of each group.
+        grid: of the tokens.
         noised: [S] bool, the slots that hold noised copies (`doubled`); None where there are none.
     """
 
@@ -33,6 +34,7 @@ class Layout:
     group: Tensor
     prefix: int = 0
     block: int = 1
+    grid: Grid = (0, 0, 0)
     noised: Tensor | None = None
 
     @property
@@ -47,13 +49,13 @@ class Layout:
     def raster(grid: Grid) -> Layout:
         """Every token its own group, in raster order: autoregression token by token."""
         coords = _coords(grid)
-        return Layout(coords, torch.arange(len(coords)))
+        return Layout(coords, torch.arange(len(coords)), grid=grid)
 
     @staticmethod
     def full(grid: Grid) -> Layout:
         """All tokens in one group: bidirectional attention."""
         coords = _coords(grid)
-        return Layout(coords, torch.zeros(len(coords), dtype=torch.int64), block=len(coords))
+        return Layout(coords, torch.zeros(len(coords), dtype=torch.int64), block=len(coords), grid=grid)
 
     @staticmethod
     def blocks(grid: Grid, block: Grid) -> Layout:
@@ -78,7 +80,7 @@ class Layout:
         place = (within[:, 0] * block[1] + within[:, 1]) * block[2] + within[:, 2]
         size = block[0] * block[1] * block[2]
         order = (group * size + place).argsort()
-        return Layout(coords[order], group[order], block=size)
+        return Layout(coords[order], group[order], block=size, grid=grid)
 
     def doubled(self) -> Layout:
         """The slots that blockwise denoising is trained on: [clean tokens of all groups but the last | a noised copy of
@@ -86,7 +88,7 @@ class Layout:
         clean = self.tokens - self.block
         noised = torch.arange(clean + self.tokens, device=self.group.device) >= clean
         coords, group = (torch.cat([part[:clean], part]) for part in (self.coords, self.group))
-        return Layout(coords, group, block=self.block, noised=noised)
+        return Layout(coords, group, block=self.block, grid=self.grid, noised=noised)
 
     def with_prefix(self, prefix: int) -> Layout:
         """The same tokens behind `prefix` condition slots."""
@@ -94,7 +96,7 @@ class Layout:
             raise ValueError(f"layout has {self.prefix} prefix slots already")
         coords = torch.cat([torch.full((prefix, 3), -1), self.coords])
         group = torch.cat([torch.arange(-prefix, 0), self.group])
-        return Layout(coords, group, prefix, self.block)
+        return Layout(coords, group, prefix, self.block, self.grid)
 
     def visible(self, query: Tensor, key: Tensor | None = None) -> Tensor:
         """Slots query [..., W] (and key [K], default all S) -> bool [..., W, K]: may the query attend to the key?"""

@@ -15,7 +15,7 @@ from visgen.checks import Positive
 from visgen.conditions import Condition
 from visgen.config import UserError, plugin
 from visgen.heads import Head
-from visgen.layout import Grid, Layout
+from visgen.layout import Grid
 from visgen.tokenizers import Tokenizer
 
 
@@ -26,11 +26,13 @@ class ModelConfig:
     Attributes:
         grid: (T, H, W) of its tokens; must be the tokenizer's.
         vocab: number of codes; must be the tokenizer's.
+        channels: width C of continuous tokens, which have no vocab; must be the tokenizer's.
         backbone, condition, head: plugins.
     """
 
     grid: tuple[Positive, Positive, Positive] = (1, 16, 16)
     vocab: Positive = 16384
+    channels: Positive | None = None
     backbone: Any = plugin("visgen.backbones", "ar")
     condition: Any = plugin("visgen.conditions", "label")
     head: Any = plugin("visgen.heads", "categorical")
@@ -51,9 +53,31 @@ class Model(nn.Module):
         for table in self.condition.modules():
             if isinstance(table, nn.Linear | nn.Embedding):
                 nn.init.normal_(table.weight, std=0.02)
-        layout = Layout.raster(config.grid).with_prefix(self.condition.prefix)
-        self.backbone = configs.build(config.backbone, layout, config.vocab)
-        self.head = configs.build(config.head, width, config.vocab)
+        kind = configs.implementation(config.backbone)
+        self._check_parts(kind.continuous, configs.implementation(config.head).continuous)  # type: ignore[attr-defined]
+        layout = kind.arrange(config.backbone, config.grid, self.condition.prefix)  # type: ignore[attr-defined]
+        self.backbone = configs.build(config.backbone, layout, config.channels or config.vocab)
+        self.head = configs.build(config.head, width, config.channels or config.vocab)
+
+    def _check_parts(self, backbone: bool, head: bool) -> None:
+        """Refuses parts of which some are for continuous tokens and some are not."""
+        config, wanted = self.config, "continuous tokens" if backbone else "codes"
+        if head != backbone:
+            raise UserError(
+                f"model.backbone {configs.kind_of(config.backbone)} is for {wanted}, model.head "
+                f"{configs.kind_of(config.head)} is not; choose a head for them"
+            )
+        if backbone != (config.channels is not None):
+            remedy = "set it to the tokenizer's" if backbone else "leave it out"
+            raise UserError(
+                f"model.channels is {config.channels}, model.backbone {configs.kind_of(config.backbone)} is for "
+                f"{wanted}; {remedy}"
+            )
+
+    @property
+    def continuous(self) -> bool:
+        """Whether tokens are vectors."""
+        return self.config.channels is not None
 
     @property
     def grid(self) -> Grid:
@@ -72,9 +96,13 @@ class Model(nn.Module):
 
     def check_tokenizer(self, tokenizer: Tokenizer, where: str = "tokenizer") -> None:
         """Refuses a tokenizer whose tokens are not the ones this model was made for."""
+        grid, its_grid = tuple(self.config.grid), tuple(tokenizer.grid)
+        if its_grid[0] == 1:  # it takes any number of frames, one by one
+            its_grid = (grid[0], *its_grid[1:])
         for name, mine, its in (
-            ("grid", tuple(self.config.grid), tuple(tokenizer.grid)),
-            ("vocab", self.config.vocab, tokenizer.vocab),
+            ("grid", grid, its_grid),
+            ("vocab", None if self.continuous else self.config.vocab, tokenizer.vocab),
+            ("channels", self.config.channels, None if tokenizer.vocab else tokenizer.channels),
         ):
             if mine != its:
                 raise UserError(

@@ -16,6 +16,7 @@ PACKAGE = "objectives"
 B, SIZE, N, CLASSES = 4, 16, 64, 3
 SETTINGS: dict[str, dict[str, Any]] = {  # beside the shrinking by field names of conftest.SMALL
     "next_token": {"grid": (1, 8, 8), "vocab": 16},
+    "acdit": {"grid": (1, 8, 8), "channels": 4, "block": (1, 4, 4)},
     "vq": {"gan_start": 0, "discriminator_start": 0, "layers": 1, "width": 8},
 }
 
@@ -26,14 +27,19 @@ def objective(kind: str, small: Callable[..., Any]) -> Objective:
     return build(small(PACKAGE, kind, **SETTINGS.get(kind, {})))
 
 
-def batch() -> Any:
+def batch(vectors: bool = False) -> Any:
     rng = torch.Generator().manual_seed(0)
     return {
         "pixels": torch.rand(B, 1, 3, SIZE, SIZE, generator=rng) * 2 - 1,
-        "tokens": torch.randint(16, (B, N), generator=rng),
+        "tokens": torch.randn(B, N, 4, generator=rng) if vectors else torch.randint(16, (B, N), generator=rng),
         "label": torch.arange(B) % CLASSES,
         "index": torch.arange(B),
     }
+
+
+def vectors(objective: Objective) -> bool:
+    """Whether the tokens it trains on are vectors."""
+    return getattr(objective.exported(), "continuous", False)
 
 
 def rng() -> torch.Generator:
@@ -79,7 +85,7 @@ def test_a_step_gives_every_parameter_a_gradient_through_the_wrapped_nets(object
     nets: dict[str, nn.Module] = {name: Counted(net) for name, net in objective.nets.items()}
     turns = objective.turns(0)
     assert turns and set(turns) == set(nets), "this test's settings train every net at step 0"
-    generator, shared = rng(), batch()
+    generator, shared = rng(), batch(vectors(objective))
     for name in turns:
         others = {n: [p.grad for p in net.parameters()] for n, net in nets.items() if n != name}
         loss, logs = objective.loss(name, nets, shared, 0, generator)
@@ -100,13 +106,13 @@ def test_the_loss_depends_on_the_given_generator_alone(objective: Objective) -> 
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        shared, nets = batch(), objective.nets
+        shared, nets = batch(vectors(objective)), objective.nets
         losses.append([objective.loss(n, nets, shared, 0, rng())[0].detach() for n in objective.turns(0)])
     assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
 
 
 def test_held_out_values_are_those_that_are_named(objective: Objective) -> None:
-    found = objective.held_out(objective.exported().eval(), batch())
+    found = objective.held_out(objective.exported().eval(), batch(vectors(objective)))
     assert tuple(found) == objective.held_out_values and set(objective.larger_is_better) <= set(found)
 
 

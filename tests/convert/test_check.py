@@ -1,4 +1,4 @@
-"""Replay of recorded vectors: the three LlamaGen files pass, and whatever differs makes it fail."""
+"""Replay of recorded vectors: the files pass, and whatever differs makes it fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from visgen.convert.__main__ import main
 from visgen.convert.check import compare
 
 DATA = Path(__file__).parents[1] / "data"
-FILES = ("llamagen_c2i_a", "llamagen_t2i_a", "llamagen_vq_a")
+OUTPUTS = {
+    "llamagen_vq_a": ("reconstruction", "decoded_random", "quantized", "indices"),
+    "acdit_image_a": ("prediction", "inference_prediction"),
+    "acdit_video_a": ("prediction", "inference_prediction"),
+    "llamagen_c2i_a": ("logits", "greedy_cfg1", "greedy_cfg3"),
+    "llamagen_t2i_a": ("logits", "greedy_cfg1", "greedy_cfg3"),
+}
 
 
 def edited(
@@ -41,12 +47,11 @@ def code(*argv: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_recorded_vectors_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert code(str(DATA / f"{name}.safetensors")) == 0
     told = capsys.readouterr().out
-    outputs = ("reconstruction", "decoded_random", "quantized", "indices")
-    for output in outputs if "vq" in name else ("logits", "greedy_cfg1", "greedy_cfg3"):
+    for output in OUTPUTS[name]:
         assert any(line.split()[0] == output and line.endswith("ok") for line in told.splitlines()[1:-1]), output
     assert told.splitlines()[-1] == "passed" and "DIFFERS" not in told
 
@@ -54,6 +59,8 @@ def test_recorded_vectors_pass(name: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("name", "key", "output"),
     [
+        ("acdit_image_a", "state.blocks.1.attn.q_norm.weight", "prediction"),
+        ("acdit_video_a", "in.clean", "inference_prediction"),
         ("llamagen_c2i_a", "state.layers.1.attention.wqkv.weight", "logits"),
         ("llamagen_c2i_a", "state.cls_embedding.embedding_table.weight", "logits"),
         ("llamagen_t2i_a", "state.cls_embedding.cap_proj.fc2.weight", "logits"),
@@ -112,7 +119,7 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, capsys: pytest.Captu
     config = json.dumps({"block_size": 16})
     bare = edited("llamagen_c2i_a", tmp_path / "b.safetensors", lambda t: None, {"config": config})
     for argv, message in (
-        ([foreign], r"error: origin 'var' cannot be checked; supported: llamagen_gpt, llamagen_vq"),
+        ([foreign], r"error: origin 'var' cannot be checked; supported: acdit, llamagen_gpt, llamagen_vq"),
         ([str(tmp_path / "cut.safetensors")], "is truncated or not a safetensors file"),
         ([str(tmp_path / "none")], "does not exist"),
         ([bare], "lacks what llamagen_gpt needs: 'n_head'"),

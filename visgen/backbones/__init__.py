@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from visgen.conditions import Prefix
-from visgen.layout import Layout
+from visgen.layout import Grid, Layout
 from visgen.nn.cache import KVCache
 
 
@@ -19,10 +20,19 @@ class Backbone(nn.Module, ABC):
     Attributes:
         width: D of the hidden states.
         layout: slots and who sees whom.
+        continuous: whether its tokens are vectors; `vocab` is then their width C.
+        sampler: the kind of sampler that decodes it.
     """
 
     width: int
     layout: Layout
+    continuous: bool = False
+    sampler: str = "ar"
+
+    @classmethod
+    def arrange(cls, config: Any, grid: Grid, prefix: int) -> Layout:
+        """The layout that a backbone of `config` wants for tokens of `grid` under a condition of `prefix` slots."""
+        return Layout.raster(grid).with_prefix(prefix)
 
     @abstractmethod
     def forward(
@@ -38,10 +48,10 @@ class Backbone(nn.Module, ABC):
         """Hidden states of a window.
 
         Args:
-            tokens: [B, W] ids of the window's slots (those of prefix slots are ignored).
+            tokens: [B, W] ids of the window's slots (those of prefix slots are ignored), or vectors [B, W, C].
             pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
             cond: condition slots [B, P, D].
-            level: noise level of continuous tokens.
+            level: time of noised tokens, 0 (clean) to 1000; below 0: the window is clean.
             control: spatial control, per injected layer.
             cache: keys and values of earlier slots; the window's own are written into it.
 

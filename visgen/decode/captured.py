@@ -63,6 +63,12 @@ class CapturedEngine(Engine):
             self._captured.clear()
             self._cond, self.known = _cloned(fresh), _cloned(known)
 
+    def reserve(self, blocks: int) -> None:
+        cache = self._cache
+        super().reserve(blocks)
+        if cache is not self._cache:  # what was captured wrote into the old one
+            self._captured.clear()
+
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         if self._fused is None:
             return _by_kernels(super().forward(tokens, index))

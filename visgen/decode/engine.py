@@ -25,7 +25,7 @@ class Generation:
     """Result of a decode.
 
     Attributes:
-        tokens: [B, N] ids.
+        tokens: [B, N] ids, or vectors [B, N, C].
         nfe: backbone evaluations of one window (all guidance branches of a window count once).
         seconds: wall time of the decode, device work included.
         rounds: [B, N] the evaluation, from 1, that fixed each token.
@@ -95,6 +95,7 @@ class Engine:
         self.grid: tuple[int, ...] = model.grid
         self._cond: Prefix | None = None
         self._cache: KVCache | None = None
+        self._reserved: tuple[int, int] | None = None  # (images, blocks) of a blockwise model's cache
         self._kept: dict[Hashable, Any] = {}
         self.given: dict[str, Any] = {}
         self.known: tuple[Tensor, Tensor] | None = None
@@ -112,6 +113,8 @@ class Engine:
         self._cond = Prefix.cat(branches)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
+        if self.model.continuous:
+            return  # no prefix slots; the sampler reserves the cache
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
         filled = self.model.condition.prefix - 1
@@ -140,6 +143,27 @@ class Engine:
         if self.known is not None:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return dist
+
+    def reserve(self, blocks: int) -> None:
+        """Makes the cache of a model that is decoded block by block; it keeps the last `blocks` blocks."""
+        wanted = self.batch, blocks
+        if self._reserved != wanted:
+            self._cache, self._reserved = None, wanted  # the old one goes first
+            make = self.model.backbone.make_cache
+            self._cache = make(self.batch, self.device, self.dtype, blocks=blocks, branches=self.guidance.branches)
+
+    def denoise(self, values: Tensor, index: Tensor, level: Tensor) -> Tensor:
+        """The guided prediction [B, W, C] float32 for a block of noised tokens.
+
+        Args:
+            values: [B, W, C] of the tokens at index [1, W], in the layout's order.
+            level: [1] their time, 0 to 1000; below 0 they are clean, and are remembered as such.
+        """
+        assert self._cond is not None, "Engine.begin comes first"
+        k = self.guidance.branches
+        h = self.model.backbone(values.repeat(k, 1, 1), index, cond=self._cond, level=level, cache=self._cache)
+        weights = self.guidance.weights(index.clamp(max=self.tokens - 1), self.tokens)
+        return self.model.head.dist(h.unflatten(0, (k, -1)), weights)
 
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:

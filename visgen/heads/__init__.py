@@ -71,7 +71,13 @@ class Testable(Dist, Protocol):
 
 
 class Head(nn.Module, ABC):
-    """Built as `Head(config, width, vocab)`; `vocab` is the number of codes (or channels of continuous tokens)."""
+    """Built as `Head(config, width, vocab)`; `vocab` is the number of codes (or channels of continuous tokens).
+
+    Attributes:
+        continuous: whether its tokens are vectors.
+    """
+
+    continuous: bool = False
 
     @abstractmethod
     def loss(self, h: Tensor, target: Tensor) -> Tensor:
@@ -79,4 +85,5 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def dist(self, h: Tensor, weights: Tensor) -> Any:
-        """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law, a `Dist`."""
+        """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law, a `Dist`; of a
+        denoiser the prediction [B, W, C] float32 itself."""

@@ -19,11 +19,17 @@ Forward = Callable[[Tensor, Tensor], Any]
 
 
 class Sampler(ABC):
-    """Built as `Sampler(config)`."""
+    """Built as `Sampler(config)`.
+
+    Attributes:
+        continuous: whether its tokens are vectors.
+    """
+
+    continuous: bool = False
 
     @abstractmethod
     def init(self, engine: Engine, noise: Noise) -> Any:
-        """Static buffers of a decode: a state with `tokens` [B, N].
+        """Static buffers of a decode: a state with `tokens` [B, N], or [B, N, C].
 
         Where rows finish at different times it also has `rounds` [B, N]: the iteration, from 1, that fixed each token.
         """

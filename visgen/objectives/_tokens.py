@@ -1,0 +1,81 @@
+"""Where the tokens of a generative model's objective come from: cached ones, or a frozen tokenizer and pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visgen import config as configs
+from visgen.config import UserError
+from visgen.data import Batch, Data
+from visgen.model import Model
+
+
+def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.Module]:
+    """{"tokenizer": the frozen one at `path`}, or {} where there is none, after checking that it, the data and the
+    model fit.
+
+    Raises:
+        UserError: naming what does not fit and the remedy.
+    """
+    _check_labels(model, data)
+    cached = hasattr(data, "grid")
+    if cached:
+        _check_cache(model, data)
+    if path is None:
+        if not cached:
+            raise UserError(
+                f"data.kind '{configs.kind_of(data.config)}' gives pixels: set objective.tokenizer to the run "
+                "directory of a tokenizer, or cache its tokens with `python -m visgen.encode`"
+            )
+        return {}
+    from visgen.checkpoint import load_tokenizer, tokenizer_hash  # reads files, which building the nets does not need
+    from visgen.encode import preflight
+
+    tokenizer: Any = load_tokenizer(path)
+    model.check_tokenizer(tokenizer, f"objective.tokenizer {path}")
+    if cached:
+        data.check(tokenizer_hash(tokenizer))  # type: ignore[attr-defined]
+        preflight(tokenizer, data)  # type: ignore[arg-type]
+        return {"tokenizer": tokenizer}
+    if tuple(data.image_size) != tuple(tokenizer.image_size):
+        raise UserError(
+            f"the data gives images of {data.image_size} px, {path} was made for {tokenizer.image_size}; set "
+            "data.image_size, or use a tokenizer of that size"
+        )
+    if data.frames * tokenizer.grid[0] != model.grid[0]:
+        raise UserError(
+            f"the data gives {data.frames} frames a sample, objective.model.grid {tuple(model.grid)} has "
+            f"{model.grid[0]}; set one to the other"
+        )
+    return {"tokenizer": tokenizer}
+
+
+def tokens_of(batch: Batch, frozen: dict[str, nn.Module]) -> Tensor:
+    """Cached tokens [B, N] or [B, N, C], or those of the batch's pixels."""
+    if "tokens" in batch:
+        return batch["tokens"]
+    with torch.no_grad(), torch.autocast(batch["pixels"].device.type, enabled=False):
+        return frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
+
+
+def _check_labels(model: Model, data: Data) -> None:
+    classes = getattr(model.config.condition, "classes", None)
+    if classes is not None and len(data.classes) != classes:
+        raise UserError(
+            f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
+            f"pass --objective.model.condition.classes {len(data.classes)}"
+        )
+
+
+def _check_cache(model: Model, data: Any) -> None:
+    for name, mine, its in (
+        ("grid", tuple(model.grid), tuple(data.grid)),
+        ("vocab", None if model.continuous else model.config.vocab, data.vocab),
+        ("channels", model.config.channels, data.channels),
+    ):
+        if mine != its:
+            raise UserError(f"the cached tokens have {name} {its}, objective.model has {mine}; set it to the cache's")
