@@ -13,6 +13,8 @@ import torch
 import yaml
 
 from visgen.config import UserError, build, kind_of, load
+from visgen.model import Model
+from visgen.objectives.acdit import Config as ACDiTConfig
 from visgen.objectives.next_token import Config as NextTokenConfig
 from visgen.objectives.vq import Config as VQConfig
 from visgen.sample import SampleConfig
@@ -118,14 +120,14 @@ def test_parameters_that_the_header_claims_are_true(path: str) -> None:
 def test_a_generator_fits_the_tokenizer_that_another_config_trains(path: str) -> None:
     """`tokenizer: runs/X` is what configs/*/X.yaml leaves there."""
     objective = claimed(path).objective
-    if not isinstance(objective, NextTokenConfig) or objective.tokenizer is None:
+    if not isinstance(objective, NextTokenConfig | ACDiTConfig) or objective.tokenizer is None:
         return
     makers = [c for c in TRAINED if Path(c).stem == objective.tokenizer.name and c != path]
     makers = [c for c in makers if isinstance(claimed(c).objective, VQConfig)]
     for maker in makers:
         with torch.device("meta"):
             tokenizer = build(claimed(maker).objective.tokenizer)
-        assert (objective.model.grid, objective.model.vocab) == (tuple(tokenizer.grid), tokenizer.vocab), maker
+            Model(objective.model).check_tokenizer(tokenizer, maker)
         size = getattr(claimed(path).data, "image_size", None)
         assert size is None or (size, size) == tuple(tokenizer.image_size), maker
 

@@ -15,7 +15,7 @@ LAYERS = (
     "encode trajectories convert sample evaluate speed exactness mutants / small_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
-ONLY = {"data": {"config"}, "metrics": {"config"}}  # stricter than their layer
+ONLY = {"data": {"checks", "config"}, "metrics": {"config"}}  # stricter than their layer
 PLUGINS = "quantizers tokenizers conditions controls heads backbones samplers objectives data"
 LAZY = {  # imports inside a function that may point upwards, each with its reason
     (

@@ -1,4 +1,4 @@
-"""From a checkpoint, a sampler and seeds to uint8 images."""
+"""From a checkpoint, a sampler and seeds to uint8 images, or clips."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Images:
     """A batch of drawn images.
 
     Attributes:
-        pixels: uint8 [B, 3, H, W] on the CPU.
-        tokens: [B, N] on the CPU.
+        pixels: uint8 [B, 3, H, W] on the CPU; of clips, the first frames.
+        tokens: [B, N], or [B, N, C], on the CPU.
         labels: of every image, none where they were drawn from prompts.
         seeds: of every image.
         nfe: backbone evaluations of the batch.
@@ -107,6 +107,7 @@ class Images:
         prompts: of every image, none where they were drawn from labels.
         rounds: [B, N] on the CPU, the evaluation, from 1, that fixed each token; an image's largest is its own NFE.
         notes: what the sampler chose automatically or counted, of the last batch.
+        clips: uint8 [B, T, 3, H, W] on the CPU, of a model of clips.
     """
 
     pixels: Tensor
@@ -118,6 +119,7 @@ class Images:
     rounds: Tensor
     notes: dict[str, Any] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
+    clips: Tensor | None = None
 
     @property
     def nfe_per_image(self) -> list[int]:
@@ -231,9 +233,10 @@ class Generator:
             seeds: B whole numbers from 0 to 2^63 - 1; default 0 .. B - 1.
             guidance: a `Guidance` or just its scale.
             warp: temperature, top-k, top-p.
-            sampler: config of a sampler plugin, or its kind; default plain autoregression.
+            sampler: config of a sampler plugin, or its kind; default the model's own.
             known: (pixels [1 or B, 3, H, W] in [-1, 1], mask [1 or B, H, W] bool, true = keep): completion and
-                inpainting. A token is kept when all of its pixels are; in raster order the model looks back only.
+                inpainting. A token is kept when all of its pixels are; in raster order the model looks back only. Of
+                clips, the first frames: [1 or B, T, 3, H, W] and [1 or B, T, H, W].
             on_step: called as on_step(done, total) over all batches.
             prompts: of a model of texts instead of labels, B of them; or one, for all seeds; or their features
                 (`encode`, `visgen.prompts.read`).
@@ -247,7 +250,9 @@ class Generator:
         self.check_guidance(guidance)
         if warp is not None and not isinstance(warp, Warp):
             raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
-        sampler = sampler or "ar"
+        if warp not in (None, Warp()) and self.model.continuous:
+            raise UserError(f"warp {warp} filters a law over codes, this model draws vectors; leave it out")
+        sampler = sampler or self.model.backbone.sampler
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
@@ -278,6 +283,7 @@ class Generator:
             torch.cat([p.rounds for p in parts]),
             parts[-1].notes,
             [] if features is None else features.prompts,
+            torch.cat([p.clips for p in parts if p.clips is not None]) if parts[0].clips is not None else None,
         )
 
     def _engine_for(self, guidance: Guidance, warp: Warp) -> Engine:
@@ -330,20 +336,22 @@ class Generator:
         try:
             engine.begin(batch, known)
             generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
-            pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
+            frames = to_uint8(self.tokenizer.decode(generation.tokens)).cpu()  # [B, T, 3, H, W]
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{len(seeds)} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
         seconds = time.perf_counter() - start
         tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
-        return Images(pixels, tokens, [], seeds, generation.nfe, seconds, rounds, generation.notes)
+        clips = frames if frames.shape[1] > 1 else None
+        return Images(frames[:, 0], tokens, [], seeds, generation.nfe, seconds, rounds, generation.notes, clips=clips)
 
     @torch.inference_mode()
     def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
-        """Tokens [images, N] of the known pixels, and which of them are kept."""
+        """Tokens [images, N] of the known pixels, or of known first frames, and which of them are kept."""
         height, width = self.tokenizer.image_size
-        if pixels.shape[1:] != (3, height, width) or mask.shape[1:] != (height, width):
+        frames = pixels.shape[1:2] if pixels.ndim == 5 and self.model.grid[0] > 1 else ()
+        if pixels.shape[1:] != (*frames, 3, height, width) or mask.shape[1:] != (*frames, height, width):
             raise UserError(
                 f"known pixels {list(pixels.shape)} and mask {list(mask.shape)} must be [B, 3, {height}, {width}] and "
                 f"[B, {height}, {width}], the size the checkpoint was trained at"
@@ -352,7 +360,7 @@ class Generator:
             raise UserError(f"known pixels are {pixels.dtype}; give floats in [-1, 1], as pixels / 127.5 - 1")
         if not {len(pixels), len(mask)} <= {1, images}:
             raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
-        tokens = self.tokenizer.encode(pixels.to(self.device).unsqueeze(1))
+        tokens = self.tokenizer.encode(pixels.to(self.device) if frames else pixels.to(self.device).unsqueeze(1))
         _, rows, columns = self.tokenizer.grid
         cells = mask.to(self.device).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
         keep = cells.all(-1).all(-2).flatten(1)  # [B, N]: every pixel of the cell is known
@@ -361,7 +369,7 @@ class Generator:
                 f"the mask keeps no token: each is {height // rows} x {width // columns} px, of which all must be "
                 "kept; keep more of the known image"
             )
-        return tokens.expand(images, -1), keep.expand(images, -1)
+        return tokens.expand(images, *tokens.shape[1:]), keep.expand(images, -1)
 
 
 def _guidance(given: Guidance | float | None) -> Guidance:

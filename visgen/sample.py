@@ -26,6 +26,7 @@ from visgen import config as configs
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
 from visgen.config import UserError
+from visgen.data._clips import av, read_clip, write_gif, write_mp4
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
 from visgen.generate import Generator, Images, SamplingConfig, check_seed, stream
 from visgen.launch import writable
@@ -33,7 +34,7 @@ from visgen.loading import load
 from visgen.prompts import Features, TextConfig, check_prompts, read
 
 GRID = 256  # images that `grid.png` shows at most
-NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})_\d{6,}\.png"  # of a single image: LABEL_SEED.png or PROMPT-HASH_SEED.png
+NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})_\d{6,}\.(png|mp4)"  # LABEL_SEED.png, or PROMPT-HASH_SEED.png
 KEPT = 128  # the brightness from which a mask keeps a pixel
 ELONGATED = 100  # a known picture of more than this ratio is refused: its square crop would show next to nothing
 
@@ -45,10 +46,16 @@ class KnownConfig:
     Attributes:
         image: a picture; decoded and centre-cropped to the checkpoint's size as training images are.
         mask: a picture of the same size, white and opaque where the image is kept; None keeps the upper half.
+        clip: a video or an animation whose first frames a model of clips goes on from.
+        frames: how many of them.
+        stride: every so many frames of the file are taken.
     """
 
     image: Path | None = None
     mask: Path | None = None
+    clip: Path | None = None
+    frames: Positive = 1
+    stride: Positive = 1
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,10 @@ class SampleConfig(SamplingConfig):
         text: how prompts become features.
         num: images of each label or prompt.
         seed: image i of a call has seed `seed + i`.
-        known: completion and inpainting.
-        out: directory of one PNG per image, LABEL_SEED.png or PROMPT-HASH_SEED.png, and of `grid.png` with the first of
-            them. Images of other labels, prompts and seeds stay there.
+        known: completion and inpainting, or the beginning of a clip.
+        fps: frames a second of clips.
+        out: directory of one PNG per image, LABEL_SEED.png or PROMPT-HASH_SEED.png (of a clip an MP4 and a GIF), and of
+            `grid.png` with the first of them. Images of other labels, prompts and seeds stay there.
     """
 
     checkpoint: str = ""
@@ -76,6 +84,7 @@ class SampleConfig(SamplingConfig):
     num: Positive = 4
     seed: Seed = 0
     known: KnownConfig = field(default_factory=KnownConfig)
+    fps: Positive = 8
     out: Path = Path("out/sample")
 
 
@@ -93,13 +102,15 @@ def _main(argv: Sequence[str]) -> None:
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
     generator.check_guidance(settings.guidance)
+    if generator.model.grid[0] > 1:
+        av()  # clips are written as MP4
     features = _ready_features(generator, settings)
     labels = [] if features or settings.prompt else _labels(generator, settings)
     rows = len(features or settings.prompt or labels)
     side, total = generator.tokenizer.image_size[0], rows * settings.num
     _check_room(out, total, side)
     check_seed(settings.seed + total - 1)
-    known = pictures and _known_pixels(*pictures, side)
+    known = _known_clip(generator, settings.known) or (pictures and _known_pixels(*pictures, side))
     if settings.prompt and features is None:
         features = generator.encode(settings.prompt, settings.text)
         for prompt in features.cut:
@@ -127,8 +138,9 @@ def _ready_features(generator: Generator, settings: SampleConfig) -> Features | 
 
 def _labels(generator: Generator, settings: SampleConfig) -> list[int]:
     """The classes to draw; of one known picture that is not every class there is."""
-    if settings.known.image and not settings.label and generator.class_count > 1:
-        raise UserError(f"--known.image needs --label, the class of what it shows: {generator.class_list}")
+    known = "image" if settings.known.image else "clip" if settings.known.clip else ""
+    if known and not settings.label and generator.class_count > 1:
+        raise UserError(f"--known.{known} needs --label, the class of what it shows: {generator.class_list}")
     return [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
 
 
@@ -165,7 +177,7 @@ def draw(
     with Progress("sampling") as step:
         plan = ((rows[i // num], settings.seed + i) for i in range(total))
         for images in stream(generator, plan, settings, known, progress, features):
-            save(images, out, about)
+            save(images, out, about, settings.fps)
             sheet.add(images)
             batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
             notes = "".join(f", {k} {v}" for k, v in images.notes.items() if isinstance(v, int | float))
@@ -190,18 +202,26 @@ def _describe_known(known: KnownConfig) -> dict[str, Any]:
     def file(path: Path) -> dict[str, str]:
         return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
 
+    if known.clip is not None:
+        return {"known": {"clip": file(known.clip), "frames": known.frames, "stride": known.stride}}
     if known.image is None:
         return {}
     return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
 
 
-def save(images: Images, out: Path, settings: dict[str, Any]) -> None:
-    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`."""
+def save(images: Images, out: Path, settings: dict[str, Any], fps: int = 8) -> None:
+    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`; each clip as MP4 and GIF of such a name."""
     settings = settings | ({"notes": images.notes} if images.notes else {})
     rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, strict=True)
-    for picture, asked, seed, nfe in rows:
+    for i, (picture, asked, seed, nfe) in enumerate(rows):
         about = {**asked, "seed": seed, "nfe": nfe, **settings}
-        _save_png(picture, out / f"{_stem(*asked.values())}_{seed:06d}.png", about)
+        path = out / f"{_stem(*asked.values())}_{seed:06d}.png"
+        if images.clips is None:
+            _save_png(picture, path, about)
+        else:
+            said = json.dumps(about, sort_keys=True)
+            write_mp4(path.with_suffix(".mp4"), images.clips[i], fps, said)
+            write_gif(path.with_suffix(".gif"), images.clips[i], fps, said)
 
 
 def asked_of(images: Images) -> list[dict[str, Any]]:
@@ -233,7 +253,8 @@ class Sheet:
 
     def add(self, images: Images) -> None:
         """Takes what it shows of the next images."""
-        for pixels, asked, seed in zip(images.pixels, asked_of(images), images.seeds, strict=True):
+        shown = images.pixels if images.clips is None else strips(images.clips)
+        for pixels, asked, seed in zip(shown, asked_of(images), images.seeds, strict=True):
             row, column = divmod(self.seen, self.num)
             if row < self.rows and column < self.columns:
                 self.pixels.append(pixels.clone())  # a view would keep its whole batch
@@ -266,6 +287,25 @@ def grid(pixels: Tensor, columns: int, gap: int = 2) -> np.ndarray[Any, np.dtype
     from torchvision.utils import make_grid
 
     return make_grid(pixels, nrow=columns, padding=gap * factor, pad_value=255).permute(1, 2, 0).contiguous().numpy()
+
+
+def strips(clips: Tensor, shown: int = 8) -> Tensor:
+    """uint8 [B, T, 3, H, W] -> [B, 3, H, n W]: at most `shown` frames of each clip, evenly spaced, side by side."""
+    count = min(shown, clips.shape[1])
+    return torch.cat([clips[:, i * clips.shape[1] // count] for i in range(count)], -1)
+
+
+def _known_clip(generator: Generator, known: KnownConfig) -> tuple[Tensor, Tensor] | None:
+    """(pixels [1, T, 3, H, W] in [-1, 1], mask [1, T, H, W], all kept) of the known first frames."""
+    if known.clip is None:
+        return None
+    if known.image is not None:
+        raise UserError("--known.image and --known.clip are both given; leave one of them out")
+    if generator.model.grid[0] == 1:
+        raise UserError("--known.clip goes with a model of clips, this checkpoint draws images; use --known.image")
+    pixels = read_clip(known.clip, generator.tokenizer.image_size[0], known.frames, known.stride)
+    mask = torch.ones(1, known.frames, *generator.tokenizer.image_size, dtype=torch.bool)
+    return pixels.unsqueeze(0).float() / 127.5 - 1, mask
 
 
 def _read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | None:

@@ -77,11 +77,29 @@ def cached(root: Path) -> dict[str, Any]:
     return {"root": root}
 
 
+def sprites(root: Path) -> dict[str, Any]:
+    pictures = plugin_config("visgen.data", "synthetic", n=9, n_held_out=9, image_size=16)
+    return {"pictures": pictures, "sprite": 8, "frames": 3}
+
+
+def video(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        for i in range(count):
+            path = root / split / f"class_{i % 3}" / f"{i}.gif"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rng = np.random.default_rng(100 * len(split) + i)
+            first, *rest = (Image.fromarray(rng.integers(0, 256, (20, 24, 3), np.uint8)) for _ in range(7))
+            first.save(path, save_all=True, append_images=rest)
+    return {"root": root, "frames": 2, "stride": 3}
+
+
 MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "folder": folder,
     "webdataset": webdataset,
     "fashion_mnist": fashion_mnist,
     "codes": cached,
+    "sprites": sprites,
+    "video": video,
 }
 AUGMENTED = {"hflip": True, "crop": "random", "shift": 2}  # where a source has these options
 
@@ -130,6 +148,7 @@ def test_samples_have_the_promised_shapes_and_ranges(source: Open) -> None:
             if "pixels" in sample:
                 assert sample["pixels"].dtype == torch.uint8 and sample["pixels"].shape[1] == 3
                 assert sample["pixels"].ndim == 4 and tuple(sample["pixels"].shape[2:]) == tuple(data.image_size)
+                assert sample["pixels"].shape[0] == data.frames
             else:
                 assert sample["tokens"].dtype == torch.int64 and sample["tokens"].ndim == 1
                 assert int(sample["tokens"].min()) >= 0 and int(sample["tokens"].max()) < data.vocab
@@ -170,7 +189,7 @@ def test_views_of_pixels(source: Open) -> None:
         return
     for kind, count in (("center", 1), ("flip", 2), ("shift", 18)):
         views = data.views([1, 2], kind)
-        assert views["pixels"].dtype == torch.uint8 and views["pixels"].shape[:3] == (2, count, 1)
+        assert views["pixels"].dtype == torch.uint8 and views["pixels"].shape[:3] == (2, count, data.frames)
         assert torch.equal(views["pixels"][:, 0], data.get_many([1, 2])["pixels"])
         assert torch.equal(
             views["pixels"][:, count // 2], views["pixels"][:, 0].flip(-1) if count > 1 else views["pixels"][:, 0]

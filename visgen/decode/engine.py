@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visgen.conditions import Prefix
+from visgen.config import UserError
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
@@ -167,7 +168,15 @@ class Engine:
 
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
-        """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch."""
+        """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch.
+
+        Raises:
+            UserError: the sampler draws codes and the model vectors, or the other way round.
+        """
+        if getattr(sampler, "continuous", False) != self.model.continuous:
+            kind = type(sampler).__module__.rpartition(".")[2]
+            what, use = ("vectors", self.model.backbone.sampler) if self.model.continuous else ("codes", "ar")
+            raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
         state, step = self.prepared(sampler, noise)
         self._synchronize()
         start = time.perf_counter()

@@ -195,9 +195,10 @@ class Blockwise(Sampler):
         """Leading blocks of which every token is known, in all images."""
         if engine.known is None:
             return 0
-        mask = engine.known[1].all(0)  # [N] raster order
         layout = engine.model.backbone.layout
-        slots = torch.arange(min(len(mask), self._blocks(engine) * layout.block), device=mask.device)
+        count = self._blocks(engine) * layout.block
+        mask = fitted(engine.known[1].all(0), count)  # [N] raster order
+        slots = torch.arange(count, device=mask.device)
         whole = mask[engine.model.backbone.raster(slots)].unflatten(0, (-1, layout.block)).all(1)
         return int(whole.long().cumprod(0).sum())  # read by the host, once before a decode
 
@@ -206,16 +207,16 @@ class Blockwise(Sampler):
         if engine.known is None:
             return None, None
         tokens, mask = engine.known
-        more = count - tokens.shape[1]
-        tokens = torch.nn.functional.pad(tokens.float(), (0, 0, 0, more)) if more > 0 else tokens[:, :count].float()
-        mask = torch.nn.functional.pad(mask, (0, more)) if more > 0 else mask[:, :count]
-        return tokens.clone(), mask.unsqueeze(-1).clone()
+        return fitted(tokens.float().mT, count).mT.clone(), fitted(mask, count).unsqueeze(-1).clone()
 
     def _check(self, engine: Engine) -> None:
-        if not engine.model.continuous:
-            raise UserError("sampler blockwise denoises vectors, this model draws codes; use --sampler.kind ar")
         if self.config.scheduler is not None and type(engine) is not Engine:
             raise UserError(f"sampler.scheduler {self.config.scheduler} runs eagerly alone; add --engine.kind eager")
+
+
+def fitted(x: Tensor, count: int) -> Tensor:
+    """[..., N] cut, or filled with zeros, to `count`."""
+    return torch.nn.functional.pad(x, (0, max(0, count - x.shape[-1])))[..., :count]
 
 
 def _scheduler(config: Config, engine: Engine) -> Any:

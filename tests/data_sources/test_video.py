@@ -1,0 +1,101 @@
+"""A folder of clips: which frames are taken, one mirror for all of them, and clips that are too short."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from visgen.config import UserError, build, plugin_config
+from visgen.data._clips import count, read_clip, write_gif, write_mp4
+from visgen.data.video import Video
+
+
+def ramp(frames: int, side: int = 16) -> torch.Tensor:
+    """Frame t is of brightness 8 t, brighter on its right half."""
+    clip = torch.full((frames, 3, side, side), 0, dtype=torch.uint8)
+    clip += (8 * torch.arange(frames, dtype=torch.uint8))[:, None, None, None]
+    clip[..., side // 2 :] += 40
+    return clip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, lengths in (("jump", (12, 7)), ("run", (20,))):
+        (tmp_path / name).mkdir()
+        for i, frames in enumerate(lengths):
+            write_gif(tmp_path / name / f"{i}.gif", ramp(frames), 10)
+    return tmp_path
+
+
+def made(folder: Path, split: Any = "train", **values: Any) -> Video:
+    given = {"root": folder, "image_size": 16, "frames": 3, "stride": 3, "held_out_fraction": 0.0, **values}
+    return build(plugin_config("visgen.data", "video", **given), split)
+
+
+def times(sample: dict[str, Any]) -> list[int]:
+    return (sample["pixels"][:, 0, 8, 2].float() / 8).round().int().tolist()
+
+
+def test_plain_clips_lie_in_the_middle_and_training_ones_anywhere(folder: Path) -> None:
+    data = made(folder)
+    assert data.classes == ["jump", "run"] and data.labels.tolist() == [0, 0, 1] and data.frames == 3
+    assert [times(data.get(i)) for i in range(3)] == [[2, 5, 8], [0, 3, 6], [6, 9, 12]]
+    starts = {times(data.get(2, np.random.default_rng(s)))[0] for s in range(60)}
+    assert starts == set(range(14)), "20 frames, 7 spanned"
+    assert times(pickle.loads(pickle.dumps(data)).get(0)) == [2, 5, 8]
+
+
+def test_all_frames_are_mirrored_alike(folder: Path) -> None:
+    data, seen = made(folder, hflip=True), set()
+    for seed in range(20):
+        clip = data.get(1, np.random.default_rng(seed))["pixels"].float()
+        right = (clip[..., 12] - clip[..., 3]).mean((1, 2))
+        assert (right > 20).all() or (right < -20).all()
+        seen.add(bool(right[0] > 0))
+    assert seen == {True, False}
+
+
+def test_a_clip_that_is_too_short_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"0\.gif has 12 frames; 5 at a stride of 3 need 13: a stride of 2 fits"):
+        made(folder, frames=5).get(0)
+    with pytest.raises(UserError, match=r"1\.gif has 7 frames; 8 at a stride of 1 need 8: ask for at most 7 frames"):
+        made(folder, frames=8, stride=1).get(1)
+
+
+def test_folders_that_hold_no_clips_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        made(tmp_path / "none")
+    with pytest.raises(UserError, match="holds no clip"):
+        made(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.gif").write_bytes(b"GIF89a")
+    with pytest.raises(UserError, match="is not a readable video"):
+        made(tmp_path).get(0)
+
+
+def test_a_given_split_is_used(folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        write_gif(tmp_path / split / "a" / f"{split}.gif", ramp(9), 10)
+    assert [p.stem for s in ("train", "held_out") for p in made(tmp_path, s)._paths] == ["train", "val"]
+
+
+def test_videos_are_read_and_written_by_pyav(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    (tmp_path / "a").mkdir()
+    clip = ramp(12)
+    path = tmp_path / "a" / "x.mp4"
+    write_mp4(path, clip, 10, "about")
+    assert count(path) == 12
+    assert (read_clip(path, 16, 4, 3).float() - clip[::3].float()).abs().mean() < 6
+    assert times(made(tmp_path).get(0)) == pytest.approx([2, 5, 8], abs=1)
+    path.write_bytes(b"no video")
+    with pytest.raises(UserError, match="is not a readable video"):
+        read_clip(path, 16, 1)
+    with pytest.raises(UserError, match=r"y\.mp4 does not exist"):
+        read_clip(tmp_path / "y.mp4", 16, 1)

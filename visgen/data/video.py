@@ -1,0 +1,104 @@
+"""A folder of clips: one class per sub-folder, read by PyAV (`pip install 'visgen[video]'`); GIF and WebP by Pillow.
+
+As ACDiT takes UCF-101 (arXiv 2412.07720): so many frames at a stride from a random start, centre crop, one mirror for
+all frames of a clip. Held-out clips are the sub-folder `held_out/`, `val/` or `test/` beside `train/` if there is one,
+otherwise a fixed share chosen by a hash of each path.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visgen.checks import Positive, Rate
+from visgen.config import UserError
+from visgen.data import Data, Split
+from visgen.data._clips import ANIMATION, VIDEO, av, count, read_clip, too_short
+from visgen.data._source import SampleError, split_by_name
+
+HELD_OUT_NAMES = ("held_out", "val", "test")
+
+
+@dataclass(frozen=True)
+class Config:
+    root: Path = Path("data")
+    """Folder with one sub-folder of clips per class, or with train/ and held_out/ (val/, test/) of that layout."""
+    image_size: Positive = 256
+    """Side of the square frames in pixels."""
+    frames: Positive = 16
+    """Frames of a sample."""
+    stride: Positive = 3
+    """Every so many frames of the file are taken."""
+    hflip: bool = False
+    """Mirror half of the training clips, all frames of one alike."""
+    held_out_fraction: Rate = 0.05
+    """Share of the clips held out by a hash of their names, where the folder has no held-out part of its own."""
+
+
+class Video(Data):
+    """Training clips begin anywhere in the file, plain ones so that they lie in its middle."""
+
+    config: Config
+
+    def __init__(self, config: Config, split: Split) -> None:
+        self.config, self.split = config, split
+        root = Path(config.root).expanduser()
+        if not root.is_dir():
+            raise UserError(f"data.root {root} is no folder; pass one with a sub-folder of clips per class")
+        held_out = next((root / n for n in HELD_OUT_NAMES if (root / n).is_dir() and (root / "train").is_dir()), None)
+        train = root / "train" if held_out else root
+        self.classes = sorted(p.name for p in train.iterdir() if p.is_dir() and not p.name.startswith(".")) or ["all"]
+        folder = held_out if held_out and split == "held_out" else train
+        self._paths, labels = self._found(folder)
+        if held_out is None:
+            names = [str(path.relative_to(folder)).encode() for path in self._paths]
+            kept = split_by_name(names, config.held_out_fraction, split, f"data.root {root}")
+            self._paths, labels = [self._paths[i] for i in kept], [labels[i] for i in kept]
+        if any(path.suffix.lower() in VIDEO for path in self._paths):
+            av()  # said before a worker needs it
+        self.labels = torch.tensor(labels)
+        self.image_size, self.frames = (config.image_size, config.image_size), config.frames
+        self._length = functools.lru_cache(maxsize=None)(count)
+
+    def _found(self, folder: Path) -> tuple[list[Path], list[int]]:
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            inside = folder if self.classes == ["all"] else folder / name
+            found = sorted(p for p in inside.rglob("*") if p.suffix.lower() in VIDEO | ANIMATION)
+            paths += found
+            labels += [label] * len(found)
+        if not paths:
+            raise UserError(f"{folder} holds no clip ({' '.join(sorted(VIDEO | ANIMATION))}); check data.root")
+        return paths, labels
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"clip {index} of {len(self)}")
+        path, config = self._paths[index], self.config
+        try:
+            spare = self._length(path) - ((config.frames - 1) * config.stride + 1)
+            if spare < 0:
+                raise too_short(path, self._length(path), config.frames, config.stride)
+            drawn = rng is not None and self.split == "train"
+            start = int(rng.integers(spare + 1)) if drawn and rng is not None else spare // 2
+            clip = read_clip(path, config.image_size, config.frames, config.stride, start)
+        except UserError as error:
+            raise SampleError(str(error)) from None
+        if drawn and rng is not None and config.hflip and rng.random() < 0.5:
+            clip = clip.flip(-1)
+        return {"pixels": clip, "label": int(self.labels[index])}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_length"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _length=functools.lru_cache(maxsize=None)(count))
