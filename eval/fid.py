@@ -90,6 +90,8 @@ def main() -> None:
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
         generator.check_guidance(settings.guidance)
+        if "marginals" in settings.rows:
+            ev.check_marginals(generator.tokenizer)
     train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
     chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
     with Progress("reference", world.rank == 0) as step:

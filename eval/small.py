@@ -91,7 +91,8 @@ def main() -> None:
     real = small.known(data, tokenizer, extractor, plan.n // m, settings.plan_seed, world, batch)
     by_base = drawn[plan.rows().label.argsort(stable=True)].view(m, -1, drawn.shape[1])  # [M, R, D]
     scores = small.kid_rows(by_base, real, data.halves(settings.plan_seed), settings.groups)
-    scores |= small.likelihood(generator.model, tokenizer, data, batch)
+    counted = not generator.model.continuous  # a likelihood is that of codes
+    scores |= small.likelihood(generator.model, tokenizer, data, batch) if counted else {}
     near = {
         name: nearest(x, real.views, 3)
         for name, x in (("generated", drawn), ("copies", real.copies), ("held_out", real.recon))
@@ -110,7 +111,7 @@ def main() -> None:
         speed={"img_per_s": plan.n / seconds, "device": str(device)},
         remarks=[
             small.verdict(scores),
-            small.likelihood_table(scores),
+            *([small.likelihood_table(scores)] if counted else []),
             small.quantile_table(distances),
             *(f"![{name}]({name}.png)" for name in ("neighbours", "neighbours_held_out", "distances")),
         ],

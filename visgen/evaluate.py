@@ -123,7 +123,7 @@ def reference(
         temporary = cache.with_name(f".{cache.name}.tmp")
         save_file({"features": features}, temporary, {**wanted, "hash": audit.hash})
         os.replace(temporary, cache)  # a kill leaves no half of it
-    return Reference(name, audit.hash, _stats(features), features)
+    return Reference(name, audit.hash, stats_of(features), features)
 
 
 def _read_reference(path: Path, wanted: dict[str, str]) -> Reference:
@@ -140,10 +140,11 @@ def _read_reference(path: Path, wanted: dict[str, str]) -> Reference:
                 f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; "
                 "delete the file or pass another --reference-cache"
             )
-    return Reference(about["name"], about["hash"], _stats(features), features)
+    return Reference(about["name"], about["hash"], stats_of(features), features)
 
 
-def _stats(features: Tensor) -> Stats:
+def stats_of(features: Tensor) -> Stats:
+    """Mean and covariance of features [n, D], float64."""
     x = features.double()
     mean = x.mean(0)
     centred = x - mean
@@ -195,13 +196,14 @@ def marginals(tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World |
     """Decoded tokens drawn independently from each position's histogram over `data`: what a model that learned
     nothing but where codes occur would make."""
     world = world or World()
+    check_marginals(tokenizer)
+    assert tokenizer.vocab is not None
     device = next(tokenizer.parameters()).device
     counts: Tensor | None = None
     for start in range(0, len(data), batch):
         ids = reconstruct(
             tokenizer, data.get_many(list(range(start, min(start + batch, len(data)))))["pixels"], decode=False
         )[0]
-        assert tokenizer.vocab is not None, "marginals need a discrete tokenizer"
         ones = torch.nn.functional.one_hot(ids, tokenizer.vocab).sum(0)  # [N, V]
         counts = ones if counts is None else counts + ones
     assert counts is not None
@@ -214,6 +216,12 @@ def marginals(tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World |
         gumbel = Noise(seeds).gumbel(position, logits.shape[1], Stream.TOKEN)
         with torch.no_grad():
             yield tokenizer.decode((logits + gumbel).argmax(-1))[:, 0], rows.index[part]
+
+
+def check_marginals(tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer whose tokens cannot be counted."""
+    if tokenizer.vocab is None:
+        raise UserError("row marginals counts codes, and this checkpoint's tokens are vectors; leave the row out")
 
 
 @torch.no_grad()
