@@ -65,6 +65,11 @@ def main() -> None:
         raise UserError(
             "eval/speed.py decodes class-conditional models, this one is told something else; time it by sample.py"
         )
+    if model.continuous:
+        raise UserError(
+            "eval/speed.py compares with the bytes that decoding codes one by one reads; time a model of vectors by "
+            "sample.py"
+        )
     copy = speed.bandwidth(device)
     rows = []
     for batch in settings.batches:

@@ -228,5 +228,5 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, table: Tensor, attend: Attend, layer: int) -> Tensor:  # [B, S, D]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
-        q, k = self.turn(self.query_norm(q), table), self.turn(self.key_norm(k), table)
+        q, k = (self.turn(norm(y), table).to(v.dtype) for norm, y in ((self.query_norm, q), (self.key_norm, k)))
         return self.out(attend(q, k, v, layer).transpose(1, 2).flatten(2))

@@ -31,22 +31,25 @@ class Streams:
 
     def __init__(self, layout: Layout, kernel: Kernel = "auto") -> None:
         self.layout, self.kernel = layout, kernel
-        self._masks: dict[tuple[str, torch.device], Any] = {}
+        self.device: torch.device | None = None
+        self.mask: Any = None  # [S, S] bool, or FlexAttention's
+
+    def prepare(self, device: torch.device) -> None:
+        """Makes the mask where it is not there already. A training step does so before the compiled forward."""
+        if self.device != device:
+            self.device, self.mask = device, self._blocks(device) if self._flexes(device) else self._dense(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
         if self.layout.block == self.layout.tokens:  # one block: there is no clean stream
             return F.scaled_dot_product_attention(q, k, v)
-        kernel = self.kernel if self.kernel != "auto" else "flex" if q.device.type == "cuda" else "dense"
-        if kernel == "dense":
-            return F.scaled_dot_product_attention(q, k, v, self._mask("dense", q.device))
+        self.prepare(q.device)
+        if not self._flexes(q.device):
+            return F.scaled_dot_product_attention(q, k, v, self.mask)
         flex = _flex() if q.device.type == "cuda" else _plain_flex()
-        return flex(q, k, v, block_mask=self._mask("flex", q.device))
+        return flex(q, k, v, block_mask=self.mask)
 
-    def _mask(self, kernel: str, device: torch.device) -> Any:
-        if (kernel, device) not in self._masks:
-            make = self._dense if kernel == "dense" else self._blocks
-            self._masks[kernel, device] = make(device)
-        return self._masks[kernel, device]
+    def _flexes(self, device: torch.device) -> bool:
+        return self.kernel == "flex" or (self.kernel == "auto" and device.type == "cuda")
 
     def _dense(self, device: torch.device) -> Tensor:
         layout = self.layout.doubled()
