@@ -26,16 +26,16 @@ class ModelConfig:
     Attributes:
         grid: (T, H, W) of its tokens; must be the tokenizer's.
         vocab: number of codes; must be the tokenizer's.
-        channels: width C of continuous tokens, which have no vocab; must be the tokenizer's.
         backbone, condition, head: plugins.
+        channels: width C of continuous tokens, which have no vocab; must be the tokenizer's.
     """
 
     grid: tuple[Positive, Positive, Positive] = (1, 16, 16)
     vocab: Positive = 16384
-    channels: Positive | None = None
     backbone: Any = plugin("visgen.backbones", "ar")
     condition: Any = plugin("visgen.conditions", "label")
     head: Any = plugin("visgen.heads", "categorical")
+    channels: Positive | None = None
 
 
 class Model(nn.Module):

@@ -1,6 +1,6 @@
 """Every backbone: one forward that trains and decodes, over the layout it was given.
 
-Those of continuous tokens, whose windows are noised blocks, meet the same promises in `backbones/test_acdit_backbone.py`.
+Those of continuous tokens, whose windows are noised blocks, meet the same promises in `tests/backbones`.
 """
 
 from __future__ import annotations

@@ -73,10 +73,12 @@ class Engine:
 
     Attributes:
         given, known: the arguments of the last `begin`.
+        continuous: whether tokens are vectors.
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
     """
 
     fused = False
+    continuous = False
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Engine:
         tokenizer: str | None = None,
     ) -> None:
         self.model = model
+        self.continuous = model.continuous
         self.tokenizer = tokenizer
         self.guidance = guidance or Guidance()
         self.warp = warp or Warp()
@@ -114,7 +117,7 @@ class Engine:
         self._cond = Prefix.cat(branches)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
-        if self.model.continuous:
+        if self.continuous:
             return  # no prefix slots; the sampler reserves the cache
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
@@ -173,9 +176,9 @@ class Engine:
         Raises:
             UserError: the sampler draws codes and the model vectors, or the other way round.
         """
-        if getattr(sampler, "continuous", False) != self.model.continuous:
+        if getattr(sampler, "continuous", False) != self.continuous:
             kind = type(sampler).__module__.rpartition(".")[2]
-            what, use = ("vectors", self.model.backbone.sampler) if self.model.continuous else ("codes", "ar")
+            what, use = ("vectors", self.model.backbone.sampler) if self.continuous else ("codes", "ar")
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
         state, step = self.prepared(sampler, noise)
         self._synchronize()
