@@ -37,6 +37,8 @@ class SpeedConfig:
         checkpoint: run directory or Hub id of a class-conditional model.
         config: in its stead, the YAML of a training run: the model is built with random weights, which decode as fast.
         batches: batch sizes.
+        images: images of a decode, as a multiple of the batch size; with more than 1, rows of a sampler that finishes
+            them at different times go on with the next image, as in sample.py.
         repeats: decodes after the first one; their median counts.
         profile: also write OUT/profile_BATCH.txt, the kernels by time.
         sampler, guidance, warp: how tokens are drawn.
@@ -47,6 +49,7 @@ class SpeedConfig:
     checkpoint: str = ""
     config: Path | None = None
     batches: Annotated[tuple[Positive, ...], Range(1)] = (1, 64)
+    images: Positive = 1
     repeats: Positive = 3
     profile: bool = False
     sampler: Any = plugin("visgen.samplers", "ar")
@@ -71,7 +74,9 @@ def main() -> None:
         given = (settings.sampler, settings.guidance, settings.warp)
         kernels: list[str] | None = [] if settings.profile else None
         try:
-            rows.append(speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels))
+            rows.append(
+                speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels, settings.images)
+            )
         except torch.OutOfMemoryError:
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed.table(rows).splitlines()[-1], file=sys.stderr)

@@ -21,6 +21,7 @@ from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
+from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
 from visgen.launch import device_of
 from visgen.metrics.images import to_uint8
@@ -29,6 +30,7 @@ from visgen.prompts import Features, TextConfig, check_prompts, encode
 from visgen.samplers import Sampler
 from visgen.tokenizers import Tokenizer
 
+BATCHES = 8  # drawn by one call where rows are refilled; its last images leave rows idle
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -226,6 +228,8 @@ class Generator:
     ) -> Images:
         """Draws one image per label or prompt, `engine.batch` at once; image i depends on seed i, not on its batch.
 
+        Where images take unequally long, a row that is complete goes on with the next one (`decode/refill.py`).
+
         Args:
             labels: class ids or names, B of them; or one, for all seeds.
             seeds: B whole numbers from 0 to 2^63 - 1; default 0 .. B - 1.
@@ -255,6 +259,8 @@ class Generator:
         pinned = None if known is None else self._known_tokens(*known, count)
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         parts: list[Images] = []
+        if features is None and pinned is None and self.refills(built):
+            size = max(size, count)  # of which `engine.batch` at once
         for start in range(0, count, size):
             part = slice(start, start + size)
             chosen = None if pinned is None else (pinned[0][part], pinned[1][part])
@@ -279,6 +285,10 @@ class Generator:
             parts[-1].notes,
             [] if features is None else features.prompts,
         )
+
+    def refills(self, sampler: Any) -> bool:
+        """Whether rows go on with the next image with this sampler, or the one of this config."""
+        return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
 
     def _engine_for(self, guidance: Guidance, warp: Warp) -> Engine:
         """The last call's engine, with what it measured and loaded, where the settings are the same."""
@@ -326,14 +336,19 @@ class Generator:
         known: tuple[Tensor, Tensor] | None,
         progress: Any,
     ) -> Images:
-        start = time.perf_counter()
+        start, rows = time.perf_counter(), min(len(seeds), self.settings.batch)
         try:
-            engine.begin(batch, known)
-            generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
-            pixels = to_uint8(self.tokenizer.decode(generation.tokens)[:, 0]).cpu()
+            noise = Noise(torch.tensor(seeds, device=self.device))
+            if len(seeds) > rows:
+                generation = refill(engine, sampler, batch, noise, rows, progress)
+            else:
+                engine.begin(batch, known)
+                generation = engine.run(sampler, noise, progress)
+            parts = generation.tokens.split(rows)
+            pixels = torch.cat([to_uint8(self.tokenizer.decode(part)[:, 0]).cpu() for part in parts])
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{len(seeds)} images at once do not fit the memory of {self.device}; lower --engine.batch"
+                f"{rows} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
         seconds = time.perf_counter() - start
         tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
@@ -386,17 +401,26 @@ def stream(
 
     Args:
         known: as for `Generator.sample`, one picture and one mask for all.
-        on_step: called as on_step(done, total) within each batch.
+        on_step: called as on_step(done, total) within each batch of `at_a_time` images.
         features: of a model of texts; the plan then has (row of them, seed) pairs.
     """
     rest = iter(plan)
     rules = (settings.guidance, settings.warp, settings.sampler, known, on_step)
-    while part := list(islice(rest, settings.engine.batch)):
+    size = at_a_time(generator, settings, known, features)
+    while part := list(islice(rest, size)):
         asked, seeds = [p[0] for p in part], [p[1] for p in part]
         if features is None:
             yield generator.sample(asked, seeds, *rules)
         else:
             yield generator.sample(None, seeds, *rules, prompts=features.rows(asked))
+
+
+def at_a_time(
+    generator: Generator, settings: SamplingConfig, known: Any = None, features: Features | None = None
+) -> int:
+    """Images that one call of `sample` should draw: the engine's batch, or several where rows are refilled."""
+    plain = known is None and features is None
+    return settings.engine.batch * (BATCHES if plain and generator.refills(settings.sampler) else 1)
 
 
 def check_seed(seed: int) -> None:

@@ -27,7 +27,7 @@ from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
-from visgen.generate import Generator, Images, SamplingConfig, check_seed, stream
+from visgen.generate import Generator, Images, SamplingConfig, at_a_time, check_seed, stream
 from visgen.launch import writable
 from visgen.loading import load
 from visgen.prompts import Features, TextConfig, check_prompts, read
@@ -157,23 +157,24 @@ def draw(
     features, rows = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
     about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(asked), num)
     about |= {"text": features.about} if features is not None else {}
-    batches, nfe, seconds, notes = 0, 0, 0.0, ""
+    made, nfe, seconds, notes = 0, 0, 0.0, ""
+    size = at_a_time(generator, settings, known, features)
 
     def progress(done: int, of: int) -> None:
-        step(batches * of + done, -(-total // settings.engine.batch) * of)
+        step(made + min(size, total - made) * done // of, total)
 
     with Progress("sampling") as step:
         plan = ((rows[i // num], settings.seed + i) for i in range(total))
         for images in stream(generator, plan, settings, known, progress, features):
             save(images, out, about)
             sheet.add(images)
-            batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
+            made, nfe, seconds = made + len(images.seeds), nfe + images.nfe, seconds + images.seconds
             notes = "".join(f", {k} {v}" for k, v in images.notes.items() if isinstance(v, int | float))
     sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
-    made = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
-    return f"{made} -> {out}/grid.png{beside}"
+    said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
+    return f"{said} -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:

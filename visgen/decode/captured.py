@@ -81,7 +81,7 @@ class CapturedEngine(Engine):
         b, w = index.shape
         return self.once(("weights", b, w), lambda: self._weights.unsqueeze(-1).expand(-1, b, w).contiguous())
 
-    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
         """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""
         fresh = sampler.init(self, noise)
         key = (type(sampler), repr(getattr(sampler, "config", None)), _shapes(fresh))
@@ -89,11 +89,11 @@ class CapturedEngine(Engine):
             held = Noise(noise.seeds.clone())
             graph = self._record(sampler, fresh, held, warm=sampler.init(self, noise))
             self._captured[key] = graph, fresh, held
-            return fresh, graph.replay
+            return fresh, graph.replay, held
         graph, state, held = self._captured[key]
         held.seeds.copy_(noise.seeds)
         _restore(state, fresh)
-        return state, graph.replay
+        return state, graph.replay, held
 
     def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
         return self._record(sampler, state, noise, warm=state).replay

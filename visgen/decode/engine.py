@@ -107,9 +107,7 @@ class Engine:
             batch: what the model's condition reads, such as label [B].
             known: (tokens [B, N], mask [B, N]): where the mask is true, the law has all mass on the given token.
         """
-        given = self.model.condition(batch)
-        branches = [given] if self.guidance.branches == 1 else [self.model.condition.null(given), given]
-        self._cond = Prefix.cat(branches)
+        self._cond = self.prefixes(batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
         if self._cache is None or self._cache.keys.shape[1] != rows:
@@ -119,11 +117,21 @@ class Engine:
             pos = torch.arange(filled, device=self.device).expand(rows, -1)
             self.model.backbone(torch.zeros_like(pos), pos, cond=self._cond, cache=self._cache)
 
+    def prefixes(self, batch: dict[str, Any]) -> Prefix:
+        """The condition's slots of all rows: K branches of the batch's images."""
+        given = self.model.condition(batch)
+        return Prefix.cat([given] if self.guidance.branches == 1 else [self.model.condition.null(given), given])
+
+    @property
+    def condition(self) -> Prefix:
+        """The current batch's `prefixes`."""
+        assert self._cond is not None, "Engine.begin comes first"
+        return self._cond
+
     @property
     def batch(self) -> int:
         """Number B of images of the current batch."""
-        assert self._cond is not None, "Engine.begin comes first"
-        return self._cond.vectors.shape[0] // self.guidance.branches
+        return self.condition.vectors.shape[0] // self.guidance.branches
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N].
@@ -144,18 +152,19 @@ class Engine:
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
         """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch."""
-        state, step = self.prepared(sampler, noise)
-        self._synchronize()
+        state, step, _ = self.prepared(sampler, noise)
+        self.synchronize()
         start = time.perf_counter()
-        total, flag = sampler.iterations(self), _Flag(self.device)
+        total, looks = sampler.iterations(self), Looks(self.device)
         for launched in range(1, total + 1):
             step()
-            over = launched == total or flag.seen(launched, lambda: sampler.done(state))
+            seen = looks.at(launched, lambda: sampler.done(state))
+            over = launched == total or (seen is not None and bool(seen[1].all()))
             if on_step is not None:
                 on_step(total if over else launched, total)
             if over:
                 break
-        self._synchronize()
+        self.synchronize()
         seconds = time.perf_counter() - start
         rounds = getattr(state, "rounds", None)
         if rounds is None:
@@ -163,10 +172,10 @@ class Engine:
         # copies, for the next decode may lie in the same buffers
         return Generation(state.tokens.clone(), launched, seconds, rounds.clone(), sampler.notes(state))
 
-    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
-        """The state before the first iteration, and what runs one."""
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
+        """The state before the first iteration, what runs one, and the noise that it reads."""
         state = sampler.init(self, noise)
-        return state, self.stepper(sampler, state, noise)
+        return state, self.stepper(sampler, state, noise), noise
 
     def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
         """What runs one iteration on `state`."""
@@ -178,10 +187,10 @@ class Engine:
         step = self.stepper(sampler, state, noise)
         for i in range(warmup + iterations):
             if i == warmup:
-                self._synchronize()
+                self.synchronize()
                 start = time.perf_counter()
             step()
-        self._synchronize()
+        self.synchronize()
         return (time.perf_counter() - start) / iterations
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -190,13 +199,14 @@ class Engine:
             self._kept[key] = make()
         return self._kept[key]
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once before and after a whole decode: the clock needs it
 
 
-class _Flag:
-    """Whether all rows are complete, as far as the host may know without keeping the device waiting.
+class Looks:
+    """Which rows are complete, as far as the host may know without keeping the device waiting.
 
     On a GPU the answer is `POLL` to 2 `POLL` iterations old: the host waits for a copy behind which the device has
     `POLL` more iterations to do, which also bounds how far it runs ahead.
@@ -204,24 +214,27 @@ class _Flag:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.copy: tuple[Tensor, Any] | None = None
+        self.copy: tuple[int, Tensor, Any] | None = None
 
-    def seen(self, launched: int, done: Callable[[], Tensor | None]) -> bool:
+    def at(self, launched: int, done: Callable[[], Tensor | None]) -> tuple[int, Tensor] | None:
+        """(iteration, the flags [B] as they were after it), the newest that are known once `launched` are launched."""
         if self.cuda and launched % POLL:
-            return False
-        flag = done()
-        if flag is None or not self.cuda:
-            return bool(flag)  # a CPU has nothing to wait for
-        older, self.copy = self.copy, self._copied(flag)
+            return None
+        flags = done()
+        if flags is None:
+            return None
+        if not self.cuda:
+            return launched, flags  # a CPU has nothing to wait for
+        older, self.copy = self.copy, (launched, *self._copied(flags))
         if older is None:
-            return False
-        older[1].synchronize()
-        return bool(older[0])
+            return None
+        older[2].synchronize()
+        return older[:2]
 
-    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
+    def _copied(self, flags: Tensor) -> tuple[Tensor, Any]:
         """A copy for the host, and the event after which it is there."""
-        host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
+        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(flag.device))
+        event.record(torch.cuda.current_stream(flags.device))
         return host, event

@@ -19,7 +19,14 @@ Forward = Callable[[Tensor, Tensor], Any]
 
 
 class Sampler(ABC):
-    """Built as `Sampler(config)`."""
+    """Built as `Sampler(config)`.
+
+    Attributes:
+        ragged: rows finish at different times (`done`), all begin alike, and all that a row knows is in its rows of the
+            state, [B, ...] of two dimensions or more: so a row may start anew while the others go on.
+    """
+
+    ragged = False
 
     @abstractmethod
     def init(self, engine: Engine, noise: Noise) -> Any:
@@ -37,7 +44,7 @@ class Sampler(ABC):
         """Number of iterations after which every row is complete, whatever is drawn."""
 
     def done(self, state: Any) -> Tensor | None:
-        """A bool on the device, whether every row is complete; None if that takes all `iterations`."""
+        """[B] bool on the device, whether each row is complete; None if that takes all `iterations`."""
         return None
 
     def notes(self, state: Any) -> dict[str, Any]:
