@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visgen.checks import Share
 from visgen.config import UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
@@ -52,6 +53,8 @@ class Config:
     evenly: bool = False
     """Train on every concept equally often, whatever the number of its variants: a training picture is a random variant
     of its concept in its style. Otherwise people, with their skin tones and professions, are most of the pictures."""
+    base_share: Share = 0.0
+    """With `evenly`: the share of pictures that are their concept's base, what `variants: base` keeps, in any case."""
     hflip: bool = False
     """Mirror half of the training images, except flags, symbols and others that a mirror makes wrong."""
     shift: int = 0
@@ -125,7 +128,8 @@ class Emoji(Data):
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
         if rng is not None and self.split == "train" and self.config.evenly:
-            index = int(rng.choice(self._variants[index % len(self._variants)]))
+            variants = self._variants[index % len(self._variants)]
+            index = int(variants[0] if rng.random() < self.config.base_share else rng.choice(variants))
         pixels = self._pixels[index]
         if rng is not None and self.split == "train":
             pixels = self._augment(pixels, bool(self._mirror[index]), rng)
@@ -168,7 +172,7 @@ class Emoji(Data):
 
 
 def _groups(styles: np.ndarray, concepts: np.ndarray) -> list[np.ndarray]:
-    """The indices of each concept's variants in one style."""
+    """The indices of each concept's variants in one style, its base first."""
     _, group, counts = np.unique(np.stack([styles, concepts]), axis=1, return_inverse=True, return_counts=True)
     return np.split(np.argsort(group, kind="stable"), np.cumsum(counts)[:-1])
 
@@ -222,6 +226,8 @@ def _check(config: Config) -> None:
     for name in ("scale", "jitter"):
         if not 0 <= (value := getattr(config, name)) <= 0.5:
             raise UserError(f"data.{name} {value} must lie in [0, 0.5]")
+    if config.base_share and not config.evenly:
+        raise UserError(f"data.base_share {config.base_share} acts on concepts drawn evenly; add --data.evenly true")
     if len(set(config.styles)) < len(config.styles):
         raise UserError(f"data.styles {' '.join(config.styles)} names a style twice")
 
