@@ -60,7 +60,7 @@ def no_network() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Model]:
     """Builds a tiny AR model in eval mode, class-conditional unless `condition` says another kind, with random weights
-    in its head too."""
+    in its head too; and in its control, where a kind is named."""
 
     def make(
         grid: tuple[int, int, int] = (1, 4, 4),
@@ -69,6 +69,7 @@ def make_model() -> Callable[..., Model]:
         seed: int = 0,
         head_std: float = 0.5,
         condition: dict[str, Any] | None = None,
+        control: str | None = None,
         **backbone: Any,
     ) -> Model:
         small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
@@ -80,6 +81,7 @@ def make_model() -> Callable[..., Model]:
             vocab=vocab,
             backbone=plugin_config("visgen.backbones", "ar", **{**small, **backbone}),
             condition=plugin_config("visgen.conditions", **asked),
+            control=None if control is None else small_config("controls", control),
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -168,6 +170,8 @@ SMALL = {  # fields by name, so that a new plugin is small without an edit here;
     "codes": 16,
     "n": 12,
     "n_held_out": 7,
+    "patch": 4,
+    "side": 4,
 }
 
 

@@ -42,7 +42,8 @@ class Backbone(nn.Module, ABC):
             pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
             cond: condition slots [B, P, D].
             level: noise level of continuous tokens.
-            control: spatial control, per injected layer.
+            control: [J, B, N, D], what is added to the slot that predicts token k before each of J layers, evenly
+                over the depth (`nn/control.py`); None adds nothing.
             cache: keys and values of earlier slots; the window's own are written into it.
 
         Returns:
@@ -53,8 +54,8 @@ class Backbone(nn.Module, ABC):
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         """An empty cache for `rows` sequences."""
 
-    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache], Tensor] | None:
+    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache, Tensor | None], Tensor] | None:
         """A faster twin of `forward` for windows on a GPU, or None: `(tokens [B, N], index [B, W], cond of K B rows,
-        cache) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B. The condition
-        is in the weights' type, and contiguous. It shares the weights, which must not move."""
+        cache, control) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B.
+        Condition and control are in the weights' type, and contiguous. It shares the weights, which must not move."""
         return None

@@ -17,6 +17,7 @@ from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
 from visgen.nn.cache import KVCache
+from visgen.nn.control import at_slots, places
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
@@ -38,6 +39,8 @@ class Config:
         token_dropout: dropout on the input embeddings, prefix included.
         residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
+        rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
+            its true one: ControlAR's weights of many resolutions have 48.
     """
 
     layers: Depth = 12
@@ -51,6 +54,7 @@ class Config:
     residual_dropout: Rate = 0.1
     mlp_dropout: Rate = 0.1
     drop_path: Rate = 0.0
+    rope_columns: Positive | None = None
 
 
 class ARTransformer(Backbone):
@@ -63,7 +67,11 @@ class ARTransformer(Backbone):
         self.config, self.layout, self.width = config, layout, config.width
         check_heads(config.width, config.heads, config.kv_heads)
         check_head_dim(config.width // config.heads)
-        self.register_buffer("coords", layout.coords, persistent=False)
+        coords = layout.coords.clone()
+        if config.rope_columns is not None:
+            k = torch.arange(layout.tokens, device=coords.device)
+            coords[layout.prefix :, 1], coords[layout.prefix :, 2] = k // config.rope_columns, k % config.rope_columns
+        self.register_buffer("coords", coords, persistent=False)
         self.tok_embeddings = nn.Embedding(vocab, config.width)
         self.dropout = nn.Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
@@ -86,7 +94,16 @@ class ARTransformer(Backbone):
         rotation = rope_2d(coords, self.width // self.config.heads, self.config.rope_base)
         mask = self.mask(x, pos, cond)
         x = self.dropout(x)
+        where: list[int] = []
+        if control is not None:
+            where, control = (
+                places(len(control), len(self.layers)),
+                at_slots(control, pos, self.layout.prefix, x.shape[1]),
+            )
         for i, block in enumerate(self.layers):
+            for j, place in enumerate(where):
+                if place == i:
+                    x = x + control[j]  # type: ignore[index]
             x = block(x, rotation, mask, pos, cache, i)
         return self.norm(x)
 

@@ -62,7 +62,7 @@ class SamplerLike(Protocol):
 
 
 class Engine:
-    """Decodes a batch of B images with K guidance branches, as K * B rows (branch 0 is the null one).
+    """Decodes a batch of B images with K guidance branches, as K * B rows (the last branch is the conditional one).
 
     Args:
         model: a `visgen.model.Model` in eval mode, in the precision it shall run in.
@@ -94,6 +94,7 @@ class Engine:
         self.vocab: int = model.config.vocab
         self.grid: tuple[int, ...] = model.grid
         self._cond: Prefix | None = None
+        self._control: Tensor | None = None  # [J, K B, N, D]
         self._cache: KVCache | None = None
         self._kept: dict[Hashable, Any] = {}
         self.given: dict[str, Any] = {}
@@ -104,12 +105,14 @@ class Engine:
         """Starts a batch: embeds its condition, empties the cache, runs all prefix slots but the last.
 
         Args:
-            batch: what the model's condition reads, such as label [B].
+            batch: what the model's condition reads, such as label [B], and perhaps maps for its control: `map`, or
+                `hints` (`nn/control.py`).
             known: (tokens [B, N], mask [B, N]): where the mask is true, the law has all mass on the given token.
         """
         given = self.model.condition(batch)
-        branches = [given] if self.guidance.branches == 1 else [self.model.condition.null(given), given]
-        self._cond = Prefix.cat(branches)
+        kinds = self.guidance.kinds
+        self._cond = Prefix.cat([given if asked else self.model.condition.null(given) for asked, _ in kinds])
+        self._control = self._branched(self.model.controlled(batch), len(given.vectors))
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
         if self._cache is None or self._cache.keys.shape[1] != rows:
@@ -118,6 +121,13 @@ class Engine:
         if filled:
             pos = torch.arange(filled, device=self.device).expand(rows, -1)
             self.model.backbone(torch.zeros_like(pos), pos, cond=self._cond, cache=self._cache)
+
+    def _branched(self, added: Tensor | None, images: int) -> Tensor | None:
+        """What control adds [J, B or 1, N, D] -> [J, K B, N, D], zero in the branches without control."""
+        if added is None:
+            return None
+        added = added.to(self.dtype).expand(-1, images, -1, -1)
+        return torch.cat([added if shown else torch.zeros_like(added) for _, shown in self.guidance.kinds], 1)
 
     @property
     def batch(self) -> int:
@@ -134,7 +144,9 @@ class Engine:
         k = self.guidance.branches
         previous = tokens.gather(1, (index - 1).clamp(min=0))  # read in token slots alone
         pos = (index + self.model.condition.prefix - 1).repeat(k, 1)
-        h = self.model.backbone(previous.repeat(k, 1), pos, cond=self._cond, cache=self._cache)  # [K B, W, D]
+        h = self.model.backbone(
+            previous.repeat(k, 1), pos, cond=self._cond, control=self._control, cache=self._cache
+        )  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         dist = dist.warped(self.warp)
         if self.known is not None:
