@@ -50,7 +50,7 @@ class Depth(Control):
         if not name:
             raise UserError(
                 "control depth needs a depth network to read an image: pass --control.network, a directory or Hub id "
-                "of transformers such as Intel/dpt-large, or a ready depth map (8- or 16-bit PNG, .npy) as --control.map"
+                "of transformers such as Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy) as --control.map"
             )
         try:
             from transformers import AutoImageProcessor, AutoModelForDepthEstimation
