@@ -18,6 +18,8 @@ from visgen.controls import to_uint8
 from visgen.controls._lines import Lines, LinesConfig
 from visgen.nn.control import Resize
 
+cv2.setNumThreads(1)  # the processes that read data are parallel already
+
 GREY = 0.25  # share of pixels that are neither edge nor background, above which a given picture is no edge map
 
 

@@ -1,11 +1,11 @@
 """ControlAR's published weights (arXiv:2410.02705): LlamaGen's text-to-image GPT, DINOv2 and conditional decoding.
 
 `python -m visgen.convert controlar canny_MR.safetensors runs/canny --tokenizer vq_ds16_t2i.pt`, then sample from it
-with `--prompt` and `--control.image`. The encoder's tensors have the names of transformers 4 (5 renamed the attention's:
-both are read, and nothing is skipped in silence). What no tensor shows is recorded in the config: the kind of control
-and its polarity and resizing, from the file's name or `--control`; the grid, from the size of an unused table (1024 or
-2304 cells). Files of 2304 cells were trained at many resolutions with the positions of rows of 48 tokens, whatever the
-width.
+with `--prompt` and `--control.image`. The encoder's tensors have the names of transformers 4 (5 renamed those of the
+attention: both are read, and nothing is skipped in silence). What no tensor shows is recorded in the config: the kind
+of control, its polarity and resizing, from the file's name or `--control`; the grid, from the size of an unused table
+(1024 or 2304 cells). Files of 2304 cells were trained at many resolutions with the positions of rows of 48 tokens,
+whatever the width.
 """
 
 from __future__ import annotations
