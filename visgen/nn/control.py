@@ -140,8 +140,8 @@ class ConditionalDecoding(nn.Module):
         self.adapter = Projection(self.encoder.width, width)
         self.project = Projection(width, width)
         self.layers = nn.ModuleList(Projection(width, width) for _ in range(config.injections))
-        # each keeps the variance of its input at every width (the reference draws N(0, 0.02), which at its width of 1280
-        # is about that); and a training begins at the plain model
+        # each keeps the variance of its input at every width (the reference draws N(0, 0.02), at a width of 1280 about
+        # that); and a training begins at the plain model
         for module in (self.adapter, self.project, *self.layers):
             nn.init.kaiming_normal_(module.fc1.weight, nonlinearity="linear")
             nn.init.kaiming_normal_(module.fc2.weight, nonlinearity="relu")
