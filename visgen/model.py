@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +89,25 @@ class Model(nn.Module):
         control = self.controlled(batch, both)
         h = self.backbone(tokens[:, :-1], None, cond=cond, control=control)  # [B, P + N - 1, D]
         return self.head.loss(h[:, self.condition.prefix - 1 :], tokens)
+
+    def at(self, grid: Grid) -> Model:
+        """The same weights, not copied, for images of another grid.
+
+        Raises:
+            UserError: its prefix stands for places of its own grid.
+        """
+        if grid == self.grid:
+            return self
+        if self.condition.coords is not None:
+            raise UserError(f"a model with its control as a prefix draws images of its own grid {self.grid} alone")
+        other = copy.copy(self)
+        other.config = replace(self.config, grid=grid)
+        other._modules = dict(self._modules)
+        other.backbone = self.backbone.at(Layout.raster(grid).with_prefix(self.condition.prefix))
+        if self.control is not None:
+            other.control = copy.copy(self.control)
+            other.control.grid = grid
+        return other
 
     def controlled(self, batch: Mapping[str, Any], drop: Tensor | None = None) -> Tensor | None:
         """What the batch's maps add to the backbone, [J, B or 1, N, D], zero in rows where drop [B] is true; None for

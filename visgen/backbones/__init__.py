@@ -51,6 +51,10 @@ class Backbone(nn.Module, ABC):
         """
 
     @abstractmethod
+    def at(self, layout: Layout) -> Backbone:
+        """The same weights, not copied, over the slots of another grid."""
+
+    @abstractmethod
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         """An empty cache for `rows` sequences."""
 

@@ -5,6 +5,7 @@ Pre-norm blocks x + Attn(rms(x)), x + SwiGLU(rms(x)); 2-D rotary positions whose
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,17 +68,27 @@ class ARTransformer(Backbone):
         self.config, self.layout, self.width = config, layout, config.width
         check_heads(config.width, config.heads, config.kv_heads)
         check_head_dim(config.width // config.heads)
-        coords = layout.coords.clone()
-        if config.rope_columns is not None:
-            k = torch.arange(layout.tokens, device=coords.device)
-            coords[layout.prefix :, 1], coords[layout.prefix :, 2] = k // config.rope_columns, k % config.rope_columns
-        self.register_buffer("coords", coords, persistent=False)
+        self.register_buffer("coords", self._positions(layout), persistent=False)
         self.tok_embeddings = nn.Embedding(vocab, config.width)
         self.dropout = nn.Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
         self.layers = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.apply(_init)
+
+    def _positions(self, layout: Layout) -> Tensor:
+        """[S, 3]."""
+        coords, columns = layout.coords.clone(), self.config.rope_columns
+        if columns is not None:
+            k = torch.arange(layout.tokens, device=coords.device)
+            coords[layout.prefix :, 1], coords[layout.prefix :, 2] = k // columns, k % columns
+        return coords
+
+    def at(self, layout: Layout) -> ARTransformer:
+        other = copy.copy(self)
+        other.layout = layout
+        other._buffers = {**self._buffers, "coords": self._positions(layout).to(self.coords.device)}
+        return other
 
     def forward(
         self,

@@ -97,11 +97,6 @@ def as_map(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture).transpose(2, 0, 1).copy())
 
 
-def to_uint8(pixels: Tensor) -> Tensor:
-    """[-1, 1] -> uint8, rounded."""
-    return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-
-
 def chain(config: Any) -> Iterator[Any]:
     """The configs of all kinds that a model of this control was trained on."""
     while config is not None:

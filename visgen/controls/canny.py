@@ -14,8 +14,8 @@ from torch import Tensor
 
 from visgen.checks import Natural
 from visgen.config import UserError
-from visgen.controls import to_uint8
 from visgen.controls._lines import Lines, LinesConfig
+from visgen.metrics.images import to_uint8
 from visgen.nn.control import Resize
 
 cv2.setNumThreads(1)  # the processes that read data are parallel already

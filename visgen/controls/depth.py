@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.controls import Control, ControlConfig, to_uint8
+from visgen.controls import Control, ControlConfig
 from visgen.data._images import UNREADABLE
+from visgen.metrics.images import to_uint8
 
 GREY = ("I;16", "I;16B", "I", "F")  # Pillow's modes of deep grey pictures
 
