@@ -38,6 +38,7 @@ class SpeedConfig:
         config: in its stead, the YAML of a training run: the model is built with random weights, which decode as fast.
         batches: batch sizes.
         repeats: decodes after the first one; their median counts.
+        control: decode a model that has a control under a map; --no-control leaves it out, for comparison.
         profile: also write OUT/profile_BATCH.txt, the kernels by time.
         sampler, guidance, warp: how tokens are drawn.
         engine: kind, device, precision (its batch is not read).
@@ -48,6 +49,7 @@ class SpeedConfig:
     config: Path | None = None
     batches: Annotated[tuple[Positive, ...], Range(1)] = (1, 64)
     repeats: Positive = 3
+    control: bool = True
     profile: bool = False
     sampler: Any = plugin("visgen.samplers", "ar")
     guidance: Guidance = field(default_factory=Guidance)
@@ -71,7 +73,9 @@ def main() -> None:
         given = (settings.sampler, settings.guidance, settings.warp)
         kernels: list[str] | None = [] if settings.profile else None
         try:
-            rows.append(speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels))
+            rows.append(
+                speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels, settings.control)
+            )
         except torch.OutOfMemoryError:
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed.table(rows).splitlines()[-1], file=sys.stderr)

@@ -152,6 +152,30 @@ def text_checkpoint_dir(
     return run
 
 
+@pytest.fixture(scope="session")
+def make_control_run(make_model: Callable[..., Model]) -> Callable[..., Path]:
+    """Writes a run directory like `checkpoint_dir`, of a model with control; `beside` is another kind that it knows."""
+
+    def make(run: Path, kind: str = "canny", beside: str | None = None, **settings: Any) -> Path:
+        tokenizer_config = small_config("tokenizers", "conv_vq")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tokenizer = build(tokenizer_config).eval()
+        model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, layers=3, control=kind, **settings)
+        if beside is not None:
+            control = dataclasses.replace(model.config.control, beside=small_config("controls", beside))
+            model.config = dataclasses.replace(model.config, control=control)
+        folder = run / checkpoint.step_name(1)
+        folder.mkdir(parents=True)
+        facts = {"step": 1, "classes": json.dumps(["boot", "bag", "coat"])}
+        checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
+        (folder / checkpoint.META).write_text(json.dumps({"step": 1}))
+        checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+        return run
+
+    return make
+
+
 # ------------------------------------------------------------------------------------- contracts of plugin packages
 
 VISGEN = Path(__file__).parents[1] / "visgen"

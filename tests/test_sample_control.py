@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +13,18 @@ from PIL import Image, ImageDraw
 from sample_program import refused, run, settings_of
 
 import visgen
-from visgen import checkpoint
 from visgen.config import UserError, build
 from visgen.controls import as_map
 from visgen.data._images import center_crop
-from visgen.model import Model, ModelConfig
+from visgen.model import Model
 from visgen.nn.control import Hint
 
 SIDE = 16  # pixels of the checkpoint's images; 8 x 8 tokens
 
 
-def write_run(run_dir: Path, model: Model, tokenizer: Any, config: Any) -> Path:
-    folder = run_dir / checkpoint.step_name(1)
-    folder.mkdir(parents=True)
-    facts = {"step": 1, "classes": json.dumps(["boot", "bag", "coat"])}
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-    (folder / checkpoint.META).write_text('{"step": 1}')
-    checkpoint.save_module(run_dir / checkpoint.TOKENIZER, tokenizer, config)
-    return run_dir
-
-
 @pytest.fixture(scope="module")
-def make_run(make_model: Callable[..., Model], small: Callable[..., Any]) -> Callable[..., Path]:
-    def make(run_dir: Path, kind: str | None = "canny", beside: str | None = None, **settings: Any) -> Path:
-        config = small("tokenizers", "conv_vq")
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            tokenizer = build(config).eval()
-        model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, layers=3, control=kind, **settings)
-        if beside is not None:
-            control = replace(model.config.control, beside=small("controls", beside))
-            model.config = replace(model.config, control=control)
-            assert isinstance(model.config, ModelConfig)
-        return write_run(run_dir, model, tokenizer, config)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def controlled(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "canny", beside="hed")
+def controlled(make_control_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_control_run(tmp_path_factory.mktemp("runs") / "canny", beside="hed")
 
 
 def photo(width: int = 40, height: int = 33, shift: int = 0) -> Image.Image:
@@ -204,9 +174,11 @@ def test_a_model_at_another_grid_is_the_model_made_for_it(make_model: Callable[.
         assert model.at((1, 3, 5)).backbone.layers is model.backbone.layers  # type: ignore[union-attr]
 
 
-def test_a_prompt_together_with_a_control(make_run: Callable[..., Path], text_encoder: Path, files: Path) -> None:
+def test_a_prompt_together_with_a_control(
+    make_control_run: Callable[..., Path], text_encoder: Path, files: Path
+) -> None:
     asked = {"kind": "text", "tokens": 6, "channels": 16, "encoder": str(text_encoder), "clean": False}
-    run_dir = make_run(files / "text", condition=asked)
+    run_dir = make_control_run(files / "text", condition=asked)
     flags = ["--prompt", "a red bird", "--num", "2", "--guidance.scale", "2", "--guidance.control", "3"]
     run(run_dir, files / "out", *flags, "--control.image", str(files / "a.png"))
     name = next(p.stem.removeprefix("control_") for p in (files / "out").glob("control_*.png"))

@@ -36,7 +36,7 @@ class HintConfig:
         strength: how much the control counts, 1 as in training; several numbers: one for each injection.
         region: a picture of any size, white where the control counts.
         invert: take the negative of a given map, which is of the other polarity.
-        network: directory or Hub id of a depth network of transformers, for `depth` of an image.
+        network: directory or Hub id of a network of transformers, for `depth` or `seg` of an image.
         weights: HED weights (`python -m visgen.convert hed`), for `softedge` of an image.
     """
 

@@ -67,8 +67,9 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
 
 def floor_bytes(model: Model, rows: int) -> int:
     """Bytes that decoding N tokens reads at least: all weights once a step, and the keys and values of the slots that
-    the step's token may see."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    the step's token may see. A control is read before."""
+    read = (p for name, p in model.named_parameters() if not name.startswith(("control.", "condition.control.")))
+    weights = sum(p.numel() * p.element_size() for p in read)
     cache = model.backbone.make_cache(1, torch.device("meta"), next(model.parameters()).dtype)
     slot = 2 * cache.keys[:, 0, :, 0].numel() * cache.keys.element_size()  # of one row
     prefix = model.condition.prefix
@@ -92,6 +93,7 @@ def measure(
     copy: float,
     repeats: int = 3,
     kernels: list[str] | None = None,
+    control: bool = True,
 ) -> Speed:
     """Decodes `batch` images `repeats` times after a first one.
 
@@ -99,6 +101,7 @@ def measure(
         model: class-conditional, where and in the precision that it shall run.
         copy: bytes a second, of `bandwidth`.
         kernels: gets a table of the kernels of one more decode.
+        control: decode a model that has a control under a map, whose encoding is not timed.
     """
     device = model.parameter_device()
     if device.type == "cuda":
@@ -108,9 +111,14 @@ def measure(
     built = configs.build(sampler)
     labels = torch.arange(batch, device=device) % model.config.condition.classes
 
+    asked = {"label": labels}
+    if model.controls is not None and control:
+        frames, height, width = model.grid
+        asked["map"] = torch.rand(batch, frames, 3, 16 * height, 16 * width, device=device) * 2 - 1
+
     def decode(first_seed: int) -> Generation:
         seeds = torch.arange(first_seed, first_seed + batch, device=device)
-        made.begin({"label": labels})
+        made.begin(asked)
         return made.run(built, Noise(seeds))
 
     first = decode(0).seconds

@@ -193,6 +193,31 @@ def test_depth_of_a_local_network(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- seg
 
 
+def test_labels_of_a_local_network(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.SegformerConfig(
+        num_encoder_blocks=1,
+        depths=[1],
+        sr_ratios=[1],
+        hidden_sizes=[8],
+        patch_sizes=[3],
+        strides=[2],
+        num_attention_heads=[1],
+        mlp_ratios=[1],
+        decoder_hidden_size=8,
+        num_labels=5,
+    )
+    torch.manual_seed(0)
+    transformers.SegformerForSemanticSegmentation(settings).save_pretrained(tmp_path)
+    transformers.SegformerImageProcessor(size={"height": 24, "width": 24}).save_pretrained(tmp_path)
+    seg: Any = control("seg", network=str(tmp_path))
+    seg.ready()
+    given = pixels(photo(40)).expand(2, 1, 3, 40, 40)
+    labels, found = seg.labels(given), seg.extract(given)
+    assert labels.shape == (2, 1, 40, 40) and labels.unique().numel() > 1 and labels.max() < 5
+    assert torch.equal(((found[0, 0] + 1) * 127.5).round().byte().permute(1, 2, 0), colours()[labels[0, 0]])
+
+
 def test_label_maps_get_the_colours_of_the_devkit(tmp_path: Path) -> None:
     assert colours()[:5].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128]]
     assert len({tuple(c) for c in colours().tolist()}) == 256

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from visgen.config import UserError
 from visgen.controls import Control, ControlConfig
+from visgen.controls._network import load_network
 from visgen.data._images import UNREADABLE
 from visgen.metrics.images import to_uint8
 
@@ -53,17 +54,7 @@ class Depth(Control):
                 "control depth needs a depth network to read an image: pass --control.network, a directory or Hub id "
                 "of transformers such as Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy) as --control.map"
             )
-        try:
-            from transformers import AutoImageProcessor, AutoModelForDepthEstimation
-        except ImportError as error:
-            raise UserError(f"control depth needs transformers ({error}); pip install 'visgen[text]'") from None
-        try:
-            processor = AutoImageProcessor.from_pretrained(name)
-            network = AutoModelForDepthEstimation.from_pretrained(name).eval().requires_grad_(False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise UserError(f"control.network {name} is no depth network of transformers ({reason})") from None
-        self._loaded = processor, network
+        self._loaded = load_network("depth", "AutoModelForDepthEstimation", name)
 
     @torch.no_grad()
     def extract(self, pixels: Tensor) -> Tensor:
