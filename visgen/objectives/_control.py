@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,6 +35,12 @@ class Maps:
         Raises:
             UserError: no maps, and nothing to make them of.
         """
+        if getattr(data, "has_maps", False):
+            if len(self.kinds) > 1:
+                raise UserError(
+                    f"data.maps are of one kind, the control knows {' and '.join(self.kinds)}; train it on one"
+                )
+            return
         if hasattr(data, "grid"):
             raise UserError(
                 f"data.kind '{configs.kind_of(data.config)}' gives cached codes, without the pixels of which "
@@ -49,6 +56,10 @@ class Maps:
         return first if first.in_worker else None
 
     def reading(self, data: Data) -> Data:
+        if getattr(data, "has_maps", False):
+            first = next(iter(self.kinds.values()))
+            data.read_map = functools.partial(first.read, flag="control map")  # type: ignore[attr-defined]
+            return data
         return data if self.read is None else Mapped(data, self.read.extract)
 
     def batch(self, batch: Batch, rng: torch.Generator | None = None) -> Batch:
