@@ -17,10 +17,12 @@ import visgen
 from visgen import checkpoint
 from visgen.config import UserError, build, plugin_config
 from visgen.controls.canny import Config as CannyConfig
+from visgen.data import to_batch
 from visgen.data._mapped import Mapped
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.objectives._control import Maps
+from visgen.objectives._sizes import resized, size_of_step
 from visgen.samplers.ar import AR
 from visgen.samplers.ar import Config as ARConfig
 from visgen.train import main as program
@@ -272,3 +274,70 @@ def test_cached_codes_have_no_maps(make_model: Callable[..., Any]) -> None:
 
     with pytest.raises(UserError, match=r"'codes' gives cached codes.*canny maps are made; train on their source"):
         Maps(CannyConfig()).setup(Codes())  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------- many resolutions
+
+
+def test_a_step_has_one_size_and_its_own_grid(runs: Path) -> None:
+    sizes = ("--objective.sizes.sides", "8", "12", "16", "24", "--objective.sizes.most-tokens", "18")
+    config = program_config(runs, *sizes)
+    objective = build(config.objective)
+    data = build(config.data, "train")
+    objective.setup(data)
+    assert objective.reading(data) is data, "maps are made of the resized images"
+    every = {(h, w) for h in (8, 12, 16, 24) for w in (8, 12, 16, 24) if h * w // 16 <= 18}
+    assert set(objective.sizes) == every and (24, 12) in every and (24, 16) not in every
+    model, seen = objective.exported().eval(), set()
+    samples = to_batch(data.get_many(range(3)), "cpu")
+    for step in range(60):
+        size = size_of_step(objective.sizes, step)
+        loss, _ = objective.loss("model", objective.nets, samples, step, torch.Generator().manual_seed(1))
+        if size in seen:
+            continue
+        seen.add(size)
+        pixels = resized(samples["pixels"], size, step)
+        assert pixels.shape == (3, 1, 3, *size)
+        tokens = objective.frozen["tokenizer"].encode(pixels)
+        maps = objective.maps.kinds["canny"].extract(pixels)
+        drop = torch.rand(3, generator=torch.Generator().manual_seed(1)) < 0.1
+        made = model.at((1, size[0] // 4, size[1] // 4))
+        given = {"label": samples["label"], "map": maps}
+        assert torch.equal(loss, made.loss(tokens, given, drop).mean())  # type: ignore[arg-type]
+    assert seen == every
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_crop_keeps_the_aspect_and_maps_their_values() -> None:
+    columns = torch.arange(32.0).expand(1, 1, 3, 32, 32) / 31
+    wide = resized(columns, (8, 16), 3)
+    assert torch.allclose(wide[0, 0, 0].diff(dim=-1), torch.tensor(2 / 31), atol=2e-2), "twice as wide as high, whole"
+    tall = resized(columns, (16, 8), 3)
+    assert torch.allclose(tall[0, 0, 0, :, 1:-1].diff(dim=-1), torch.tensor(2 / 31), atol=2e-2)
+    places = {float(resized(columns, (16, 8), step)[0, 0, 0, 0, 4]) for step in range(20)}
+    assert len(places) > 5, "the place of the crop changes"
+    edges = (columns > 0.5).float()
+    assert set(resized(edges, (12, 20), 1, exact=True).unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(resized(columns, (32, 32), 5), columns)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective.sizes.sides 16 18", r"sizes\.sides has 18, which is no multiple of the tokenizer's stride 4"),
+        ("--objective.sizes.sides 16 --objective.sizes.most-tokens 3", "most_tokens 3 is less than any size has"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(runs: Path, flags: str, message: str) -> None:
+    config = program_config(runs, *flags.split())
+    with pytest.raises(UserError, match=message):
+        build(config.objective).setup(build(config.data, "train"))
+
+
+def test_a_run_of_many_sizes(runs: Path, tmp_path: Path) -> None:
+    only = ("--objective.init", str(runs / "base"), "--objective.train", "control_only", "--loop.steps", "4")
+    sizes = ("--objective.sizes.sides", "8", "16", "24", "--loop.eval-every", "2", "--loop.eval-samples", "8")
+    train(tmp_path / "x", f"{MODEL} {CONTROL}", "--objective.tokenizer", str(runs / "vq"), *only, *sizes)
+    generator = visgen.load(tmp_path / "x", device="cpu")
+    assert generator.sample([1], control=torch.zeros(1, 3, 24, 8), size=(24, 8)).pixels.shape == (1, 3, 24, 8)

@@ -17,9 +17,11 @@ from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
+from visgen.layout import Grid
 from visgen.model import Model, ModelConfig
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
+from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Config:
         train: `all` of the model, as ControlAR does; or `control_only`, over the weights of `init`, which stay as they
             are: the run's files then hold the control alone and name those weights by hash, and without a map the model
             is `init`, bit for bit.
+        sizes: other sizes of images than the model's own to train on, one for each step.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,6 +60,7 @@ class Config:
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     init: Path | None = None
     train: Literal["all", "control_only"] = "all"
+    sizes: SizesConfig = field(default_factory=SizesConfig)
 
 
 class NextToken(Objective):
@@ -71,6 +75,7 @@ class NextToken(Objective):
         self.nets = {"model": NextTokenNet(model)}
         self.frozen: dict[str, nn.Module] = {}
         self.maps = None if model.controls is None else Maps(model.controls)
+        self.sizes: list[tuple[int, int]] = []  # filled by `setup`
         if config.train == "control_only":
             if config.init is None or config.model.control is None:
                 lacks = "objective.init" if config.init is None else "objective.model.control"
@@ -82,6 +87,7 @@ class NextToken(Objective):
         model: Model = self.exported()
         self._check_labels(data)
         self._start(model)
+        self._check_sizes(data)
         if self.maps is not None:
             self.maps.setup(data)
             self.frozen |= {f"control_{kind}": control for kind, control in self.maps.kinds.items()}
@@ -126,8 +132,26 @@ class NextToken(Objective):
         for encoder in [] if whole else encoders(model):
             encoder.load_pretrained()
 
+    def _check_sizes(self, data: Data) -> None:
+        if not self.config.sizes.sides:
+            return
+        if hasattr(data, "grid") or self.config.tokenizer is None:
+            raise UserError(
+                "objective.sizes needs pixels, which are encoded at each size: data of images, and a tokenizer"
+            )
+        self.stride = data.image_size[0] // self.config.model.grid[1]
+        self.sizes = allowed(self.config.sizes, self.stride)
+        for size in self.sizes:
+            self.exported().at(self._grid(size))  # refuses a prefix that stands for places of its own grid
+
+    def _grid(self, size: tuple[int, int]) -> Grid:
+        """The token grid of images of `size` (H, W)."""
+        return self.config.model.grid[0], size[0] // self.stride, size[1] // self.stride
+
     def reading(self, data: Data) -> Data:
-        return data if self.maps is None else self.maps.reading(data)
+        if self.maps is None or (self.sizes and not getattr(data, "has_maps", False)):
+            return data  # maps of resized images are made of these
+        return self.maps.reading(data)
 
     def _check_labels(self, data: Data) -> None:
         classes = getattr(self.config.model.condition, "classes", None)
@@ -153,14 +177,20 @@ class NextToken(Objective):
     def loss(
         self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
     ) -> tuple[Tensor, Logs]:
+        grid = self.config.model.grid
+        if self.sizes:
+            size = size_of_step(self.sizes, step)
+            grid, batch = self._grid(size), {**batch, "pixels": resized(batch["pixels"], size, step)}
+            if "map" in batch:
+                batch["map"] = resized(batch["map"], size, step, exact=True)
         tokens = self.tokens(batch)
         rate = getattr(self.config.model.condition, "dropout", 0.0)
         drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < rate
         if self.maps is None:
-            return nets[name](tokens, batch, drop)
+            return nets[name](tokens, batch, drop, None, grid)
         batch = self.maps.batch(batch, rng)
         rate = 0.0 if self.config.model.control is None else self.config.model.control.dropout
-        return nets[name](tokens, batch, drop, drops(rate, len(tokens), rng, tokens.device))
+        return nets[name](tokens, batch, drop, drops(rate, len(tokens), rng, tokens.device), grid)
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         batch = batch if self.maps is None else self.maps.batch(batch)
@@ -193,10 +223,21 @@ class NextTokenNet(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
+        self._at: dict[Grid, Model] = {}  # the same weights at other grids; a dict, so they are no modules of this one
 
     def forward(
-        self, tokens: Tensor, batch: Batch, drop: Tensor | None, drop_control: Tensor | None = None
+        self,
+        tokens: Tensor,
+        batch: Batch,
+        drop: Tensor | None,
+        drop_control: Tensor | None = None,
+        grid: Grid | None = None,
     ) -> tuple[Tensor, Logs]:
-        per_token = self.model.loss(tokens, batch, drop, drop_control)  # [B, N]
+        model = self.model
+        if grid is not None and grid != model.grid:
+            if grid not in self._at:
+                self._at[grid] = model.at(grid)
+            model = self._at[grid]
+        per_token = model.loss(tokens, batch, drop, drop_control)  # [B, N]
         loss = per_token.mean()
         return loss, {"nats_per_token": loss.detach()}
