@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
-    "backbones / model / samplers / objectives / checkpoint prompts hints / generate / loading / "
+    "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / loading / "
     "encode trajectories convert sample evaluate speed exactness mutants / small_set maps / control_set / train / "
     "programs"
 )
