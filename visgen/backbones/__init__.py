@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from visgen.checks import UserError
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.cache import KVCache
@@ -50,9 +51,15 @@ class Backbone(nn.Module, ABC):
             h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
         """
 
-    @abstractmethod
     def at(self, layout: Layout) -> Backbone:
-        """The same weights, not copied, over the slots of another grid."""
+        """The same weights, not copied, over the slots of another grid.
+
+        Raises:
+            UserError: its weights are of one grid.
+        """
+        raise UserError(
+            f"a {type(self).__name__} draws images of the size that it was trained at alone; leave size out"
+        )
 
     @abstractmethod
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
