@@ -15,6 +15,7 @@ from visgen.conditions import Prefix
 from visgen.nn.cache import KVCache
 from visgen.nn.control import places
 from visgen.nn.fused.attention import check_head_dim, decode_attention, reach_of
+from visgen.nn.fused.control import add_control
 from visgen.nn.fused.embed import embed
 from visgen.nn.fused.linear import Workspace, linear, rms_norm
 from visgen.nn.rope import rope_2d
@@ -51,14 +52,13 @@ class FusedAR:
         given, pos = embed(tokens, index, net.tok_embeddings.weight, cond.vectors)
         x = given.flatten(0, 1)  # [R W, D]
         mixed = torch.empty_like(x)
-        added = None if control is None else _at(control, index)  # [J, R W, D]
         where = [] if control is None else places(len(control), len(net.layers))
         block: Any
         for i, block in enumerate(net.layers):
             attn, mlp = block.attention, block.feed_forward
             for j, place in enumerate(where):
                 if place == i:
-                    x += added[j]  # type: ignore[index]
+                    add_control(given, control[j], index)  # type: ignore[index]  # x is a view of it
             qkv = linear(x, attn.wqkv.weight, ws, gain=block.attention_norm.weight, eps=eps)
             keys, values = cache.keys[i], cache.values[i]
             decode_attention(qkv, self.rotation, keys, values, pos, self.group, self.reach, visible, mixed)
@@ -66,10 +66,3 @@ class FusedAR:
             gated = linear(x, mlp.w1.weight, ws, gain=block.ffn_norm.weight, eps=eps, up=mlp.w3.weight)
             linear(gated, mlp.w2.weight, ws, residual=x, out=x)
         return rms_norm(x, net.norm.weight, eps).unflatten(0, given.shape[:2])
-
-
-def _at(control: Tensor, index: Tensor) -> Tensor:
-    """control [J, R, N, D] of the tokens at index [B, W], row r being image r mod B: [J, R W, D]; one kernel."""
-    rows = control.unflatten(1, (-1, len(index)))  # [J, K, B, N, D]
-    taken = rows.gather(3, index[None, None, :, :, None].expand(*rows.shape[:2], -1, -1, rows.shape[-1]))
-    return taken.view(len(control), -1, rows.shape[-1])
