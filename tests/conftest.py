@@ -156,7 +156,7 @@ def text_checkpoint_dir(
 def make_control_run(make_model: Callable[..., Model]) -> Callable[..., Path]:
     """Writes a run directory like `checkpoint_dir`, of a model with control; `beside` is another kind that it knows."""
 
-    def make(run: Path, kind: str = "canny", beside: str | None = None, **settings: Any) -> Path:
+    def make(run: Path, kind: str | None = "canny", beside: str | None = None, **settings: Any) -> Path:
         tokenizer_config = small_config("tokenizers", "conv_vq")
         with torch.random.fork_rng():
             torch.manual_seed(0)

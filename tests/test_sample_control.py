@@ -18,6 +18,7 @@ from visgen.controls import as_map
 from visgen.data._images import center_crop
 from visgen.model import Model
 from visgen.nn.control import Hint
+from visgen.sample import main
 
 SIDE = 16  # pixels of the checkpoint's images; 8 x 8 tokens
 
@@ -184,6 +185,34 @@ def test_a_prompt_together_with_a_control(
     name = next(p.stem.removeprefix("control_") for p in (files / "out").glob("control_*.png"))
     found = list((files / "out").glob(f"a-red-bird-*_{name}_*.png"))
     assert len(found) == 2 and settings_of(found[0])["guidance"]["control"] == 3.0
+
+
+def test_a_control_as_a_prefix(
+    make_control_run: Callable[..., Path],
+    small: Callable[..., Any],
+    files: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = {"kind": "prefill", "control": small("controls", "canny"), "grid": (1, 8, 8), "classes": 3}
+    run_dir, image = make_control_run(files / "prefix", None, condition=asked), str(files / "a.png")
+    run(run_dir, files / "out", "--label", "1", "--num", "2", "--guidance.scale", "2", "--control.image", image)
+    assert len(list((files / "out").glob("0001_a-*.png"))) == 2
+    common = ["--checkpoint", str(run_dir), "--label", "1", "--out", str(files / "x"), "--engine.device", "cpu"]
+    assert "reads a control map as its prefix; give it one" in refused_late(capsys, *common)
+    assert "images of its own grid (1, 8, 8) alone" in refused_late(
+        capsys, *common, "--control.image", image, "--size", "8", "8"
+    )
+    assert "reads one map, at strength 1" in refused_late(
+        capsys, *common, "--control.image", image, "--control.strength", "0.5"
+    )
+
+
+def refused_late(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The error of a program that has shown its progress bar already."""
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ refusals

@@ -95,7 +95,8 @@ class Generator:
 
     def check_asked(self, kind: str) -> None:
         """Raises `UserError` unless the model is conditioned on `kind`, which is "label" or "text"."""
-        found = configs.kind_of(self.model.config.condition)
+        asked = self.model.config.condition
+        found = "label" if hasattr(asked, "classes") else configs.kind_of(asked)
         if found == kind:
             return
         if found == "text":
