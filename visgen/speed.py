@@ -31,6 +31,7 @@ class Speed:
     Attributes:
         batch: images of one decode.
         seconds: median over the repeats; first: the first decode, kernels compiled and graph captured.
+        begin: median seconds of what comes before a decode: the encoder of a control's maps, the slots of a prefix.
         nfe: backbone evaluations of all repeats' decodes, their mean; nfe_per_image: until an image is complete, mean.
         images_per_s: of the median; ms_per_step: mean.
         floor: seconds at the bandwidth of a copy, for the steps of plain autoregression; fraction: floor / seconds.
@@ -44,6 +45,7 @@ class Speed:
     nfe_per_image: float
     seconds: float
     first: float
+    begin: float
     images_per_s: float
     ms_per_step: float
     floor: float
@@ -101,7 +103,7 @@ def measure(
         model: class-conditional, where and in the precision that it shall run.
         copy: bytes a second, of `bandwidth`.
         kernels: gets a table of the kernels of one more decode.
-        control: decode a model that has a control under a map, whose encoding is not timed.
+        control: decode a model that has a control under a map.
     """
     device = model.parameter_device()
     if device.type == "cuda":
@@ -116,13 +118,17 @@ def measure(
         frames, height, width = model.grid
         asked["map"] = torch.rand(batch, frames, 3, 16 * height, 16 * width, device=device) * 2 - 1
 
+    watch = Stopwatch(device)
+
     def decode(first_seed: int) -> Generation:
         seeds = torch.arange(first_seed, first_seed + batch, device=device)
-        made.begin(asked)
+        with watch.lap():
+            made.begin(asked)
         return made.run(built, Noise(seeds))
 
     first = decode(0).seconds
     laps = [decode((i + 1) * batch) for i in range(repeats)]
+    begin = statistics.median(seconds for seconds, _ in watch.laps[1:])
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if kernels is not None:
         kernels.append(_kernels(lambda: decode(0), device))
@@ -136,6 +142,7 @@ def measure(
         nfe_per_image=statistics.mean(lap.nfe_per_image.float().mean().item() for lap in laps),
         seconds=seconds,
         first=first,
+        begin=begin,
         images_per_s=batch / seconds,
         ms_per_step=1e3 * sum(lap.seconds for lap in laps) / (nfe * repeats),
         floor=floor,
@@ -149,15 +156,16 @@ def measure(
 def table(rows: list[Speed]) -> str:
     """Markdown."""
     out = [
-        "| batch | s/batch | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| batch | s/batch | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s | "
+        "begin s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         peak, over = ("", "") if r.peak_bytes is None else (f"{r.peak_bytes / 2**20:.0f}", f"{r.over:.1%}")
         out.append(
             f"| {r.batch} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe:g} | "
             f"{r.nfe_per_image:.1f} | {r.floor:.4f} | "
-            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} |"
+            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} | {r.begin:.4f} |"
         )
     return "\n".join(out)
 
