@@ -116,6 +116,21 @@ def test_hed_mixes_the_upsampled_sides(tmp_path: Path) -> None:
     assert found.shape == (1, 1, 3, 37, 37) and torch.allclose(found[0, :, :1] / 2 + 0.5, wanted, atol=0.02)
 
 
+def test_enlarged_images_are_read_at_the_larger_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file({k: v.contiguous() for k, v in HED().state_dict().items()}, tmp_path / "hed.safetensors")
+    image = pixels(photo(32))
+    found = {}
+    for times in (1, 3):
+        soft: Any = control("softedge", weights=tmp_path / "hed.safetensors", enlarge=times)
+        soft.ready()
+        found[times] = soft.extract(image)
+        large = torch.nn.functional.interpolate(image[0], scale_factor=times, mode="bilinear")
+        wanted = torch.nn.functional.avg_pool2d(soft.network(large), times) * 2 - 1
+        assert found[times].shape == image.shape and torch.allclose(found[times][0, :, :1], wanted, atol=1e-5)
+    assert not torch.allclose(found[1], found[3], atol=1e-4)
+
+
 def test_hed_weights_that_are_missing_or_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"softedge: needs weights; .*visgen\.convert hed"):
         control("softedge").ready()

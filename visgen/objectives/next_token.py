@@ -186,11 +186,12 @@ class NextToken(Objective):
         tokens = self.tokens(batch)
         rate = getattr(self.config.model.condition, "dropout", 0.0)
         drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < rate
-        if self.maps is None:
-            return nets[name](tokens, batch, drop, None, grid)
-        batch = self.maps.batch(batch, rng)
-        rate = 0.0 if self.config.model.control is None else self.config.model.control.dropout
-        return nets[name](tokens, batch, drop, drops(rate, len(tokens), rng, tokens.device), grid)
+        alone = None
+        if self.maps is not None:
+            batch = self.maps.batch(batch, rng)
+            rate = 0.0 if self.config.model.control is None else self.config.model.control.dropout
+            alone = drops(rate, len(tokens), rng, tokens.device)
+        return nets[name](tokens, batch, drop, drop_control=alone, grid=grid)
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         batch = batch if self.maps is None else self.maps.batch(batch)
