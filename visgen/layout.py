@@ -20,7 +20,7 @@ class Layout:
     """Slots of a sequence: `prefix` condition slots, then the tokens.
 
     Attributes:
-        coords: [S, 3] int64 (t, y, x) of every slot; prefix slots carry -1.
+        coords: [S, 3] int64 (t, y, x) of every slot; prefix slots carry -1, unless they are of places.
         group: [S] int64, visibility group; prefix slots are causal among themselves and seen by all tokens.
         prefix: number P of prefix slots; S = P + N.
     """
@@ -40,20 +40,21 @@ class Layout:
     @staticmethod
     def raster(grid: Grid) -> Layout:
         """Every token its own group, in raster order: autoregression token by token."""
-        coords = _coords(grid)
+        coords = grid_coords(grid)
         return Layout(coords, torch.arange(len(coords)))
 
     @staticmethod
     def full(grid: Grid) -> Layout:
         """All tokens in one group: bidirectional attention."""
-        coords = _coords(grid)
+        coords = grid_coords(grid)
         return Layout(coords, torch.zeros(len(coords), dtype=torch.int64))
 
-    def with_prefix(self, prefix: int) -> Layout:
-        """The same tokens behind `prefix` condition slots."""
+    def with_prefix(self, prefix: int, coords: Tensor | None = None) -> Layout:
+        """The same tokens behind `prefix` condition slots, which have coords [P, 3] of their own or none (-1)."""
         if self.prefix:
             raise ValueError(f"layout has {self.prefix} prefix slots already")
-        coords = torch.cat([torch.full((prefix, 3), -1), self.coords])
+        own = torch.full((prefix, 3), -1) if coords is None else coords
+        coords = torch.cat([own, self.coords])
         group = torch.cat([torch.arange(-prefix, 0), self.group])
         return Layout(coords, group, prefix)
 
@@ -64,6 +65,7 @@ class Layout:
         return keys <= group[query].unsqueeze(-1)
 
 
-def _coords(grid: Grid) -> Tensor:
+def grid_coords(grid: Grid) -> Tensor:
+    """[N, 3] int64 (t, y, x) of every token of a grid, in raster order."""
     axes = [torch.arange(n) for n in grid]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from visgen.checks import UserError
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.cache import KVCache
@@ -42,19 +43,30 @@ class Backbone(nn.Module, ABC):
             pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
             cond: condition slots [B, P, D].
             level: noise level of continuous tokens.
-            control: spatial control, per injected layer.
+            control: [J, B, N, D], what is added to the slot that predicts token k before each of J layers, evenly
+                over the depth (`nn/control.py`); None adds nothing.
             cache: keys and values of earlier slots; the window's own are written into it.
 
         Returns:
             h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
         """
 
+    def at(self, layout: Layout) -> Backbone:
+        """The same weights, not copied, over the slots of another grid.
+
+        Raises:
+            UserError: its weights are of one grid.
+        """
+        raise UserError(
+            f"a {type(self).__name__} draws images of the size that it was trained at alone; leave size out"
+        )
+
     @abstractmethod
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         """An empty cache for `rows` sequences."""
 
-    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache], Tensor] | None:
+    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache, Tensor | None], Tensor] | None:
         """A faster twin of `forward` for windows on a GPU, or None: `(tokens [B, N], index [B, W], cond of K B rows,
-        cache) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B. The condition
-        is in the weights' type, and contiguous. It shares the weights, which must not move."""
+        cache, control) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B.
+        Condition and control are in the weights' type, and contiguous. It shares the weights, which must not move."""
         return None

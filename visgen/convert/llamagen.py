@@ -56,7 +56,7 @@ class Config:
 
 def convert(config: Config) -> str:
     """Reads, checks and writes the weights; `out` is untouched unless all of them fit."""
-    path = _file(config.source)
+    path = weights_file(config.source)
     kind, found = read(path)
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -81,7 +81,7 @@ def convert(config: Config) -> str:
                 f"{path}: its resolution is neither in the tensors nor in the name; "
                 f"pass --resolution, one of {', '.join(map(str, RESOLUTIONS))} for published files"
             )
-        beside = None if config.tokenizer is None else _tokenizer(config.tokenizer, said)
+        beside = None if config.tokenizer is None else tokenizer_for(config.tokenizer, said)
         grid = (1, said // STRIDE, said // STRIDE) if beside is None else beside.grid
         if beside is None and said % STRIDE:
             raise UserError(f"resolution {said} is no multiple of {STRIDE}; pass the tokenizer with --tokenizer")
@@ -99,9 +99,9 @@ def convert(config: Config) -> str:
             f"{family} GPT, {backbone.layers} layers, {backbone.heads} heads, width {backbone.width}, "
             f"{said} px = {grid[1]} x {grid[2]} tokens, {asked}"
         )
-    _check_finite(module, config.dtype)
-    facts = {"step": 0, "origin": "llamagen", "source": path.name, "source_sha256": _sha256(path)} | facts
-    _write(out, module, facts, config.dtype, beside)
+    check_finite(module, config.dtype)
+    facts = {"step": 0, "origin": "llamagen", "source": path.name, "source_sha256": sha256_of(path)} | facts
+    write_run(out, module, facts, config.dtype, beside)
     count = sum(p.numel() for p in module.parameters())
     kept = "" if kind == "vq" else ("; tokenizer beside it" if beside else "; sampling needs --tokenizer")
     return f"{out}: {text}, {count:,} parameters, {config.dtype}{kept}"
@@ -324,7 +324,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _file(source: str) -> Path:
+def weights_file(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         inside = path / "consolidated.pth"
@@ -358,14 +358,14 @@ def _check_stride(name: str, stride: int) -> None:
         raise UserError(f"{name} says stride {said[1]}, its tensors have stride {stride}; it is another file")
 
 
-def _tokenizer(source: str, size: int) -> Tokenizer:
+def tokenizer_for(source: str, size: int) -> Tokenizer:
     """A tokenizer for images of `size`, of a converted one or of LlamaGen's file."""
     path = Path(source)
     ours = path.is_dir() and not (path / "consolidated.pth").is_file()
     if not ours and path.is_file() and path.suffix == ".safetensors":
         ours = checkpoint.read_metadata(path).get("format") == checkpoint.FORMAT
     if not ours:
-        kind, found = read(_file(source))
+        kind, found = read(weights_file(source))
         if kind != "vq":
             raise UserError(f"--tokenizer {source} is a GPT; pass a VQ file, such as vq_ds16_c2i.pt")
         made = vq(found, size, source)
@@ -379,13 +379,13 @@ def _tokenizer(source: str, size: int) -> Tokenizer:
     return resized.eval()
 
 
-def _check_finite(module: nn.Module, dtype: Precision) -> None:
+def check_finite(module: nn.Module, dtype: Precision) -> None:
     broken = [k for k, v in module.named_parameters() if not torch.isfinite(v.to(DTYPES[dtype])).all()]
     if broken:
         raise UserError(f"{', '.join(broken[:3])}: not finite in {dtype}; use --dtype fp32 or fetch the file again")
 
 
-def _write(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, beside: Tokenizer | None) -> None:
+def write_run(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, beside: Tokenizer | None) -> None:
     step = out / checkpoint.step_name(0)
     hidden = checkpoint.unfinished(step)
     try:
@@ -399,6 +399,6 @@ def _write(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, besi
         raise UserError(f"OUT {out} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

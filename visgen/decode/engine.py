@@ -62,7 +62,7 @@ class SamplerLike(Protocol):
 
 
 class Engine:
-    """Decodes a batch of B images with K guidance branches, as K * B rows (branch 0 is the null one).
+    """Decodes a batch of B images with K guidance branches, as K * B rows (the last branch is the conditional one).
 
     Args:
         model: a `visgen.model.Model` in eval mode, in the precision it shall run in.
@@ -94,6 +94,7 @@ class Engine:
         self.vocab: int = model.config.vocab
         self.grid: tuple[int, ...] = model.grid
         self._cond: Prefix | None = None
+        self._control: Tensor | None = None  # [J, K B, N, D]
         self._cache: KVCache | None = None
         self._kept: dict[Hashable, Any] = {}
         self.given: dict[str, Any] = {}
@@ -104,10 +105,12 @@ class Engine:
         """Starts a batch: embeds its condition, empties the cache, runs all prefix slots but the last.
 
         Args:
-            batch: what the model's condition reads, such as label [B].
+            batch: what the model's condition reads, such as label [B], and perhaps maps for its control: `map`, or
+                `hints` (`nn/control.py`).
             known: (tokens [B, N], mask [B, N]): where the mask is true, the law has all mass on the given token.
         """
         self._cond = self.prefixes(batch)
+        self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
         if self._cache is None or self._cache.keys.shape[1] != rows:
@@ -120,13 +123,21 @@ class Engine:
     def prefixes(self, batch: dict[str, Any]) -> Prefix:
         """The condition's slots of all rows: K branches of the batch's images."""
         given = self.model.condition(batch)
-        return Prefix.cat([given] if self.guidance.branches == 1 else [self.model.condition.null(given), given])
+        null = None if all(asked for asked, _ in self.guidance.kinds) else self.model.condition.null(given)
+        return Prefix.cat([given if asked or null is None else null for asked, _ in self.guidance.kinds])
 
     @property
     def condition(self) -> Prefix:
         """The current batch's `prefixes`."""
         assert self._cond is not None, "Engine.begin comes first"
         return self._cond
+
+    def _branched(self, added: Tensor | None, images: int) -> Tensor | None:
+        """What control adds [J, B or 1, N, D] -> [J, K B, N, D], zero in the branches without control."""
+        if added is None:
+            return None
+        added = added.to(self.dtype).expand(-1, images, -1, -1)
+        return torch.cat([added if shown else torch.zeros_like(added) for _, shown in self.guidance.kinds], 1)
 
     @property
     def batch(self) -> int:
@@ -142,7 +153,9 @@ class Engine:
         k = self.guidance.branches
         previous = tokens.gather(1, (index - 1).clamp(min=0))  # read in token slots alone
         pos = (index + self.model.condition.prefix - 1).repeat(k, 1)
-        h = self.model.backbone(previous.repeat(k, 1), pos, cond=self._cond, cache=self._cache)  # [K B, W, D]
+        h = self.model.backbone(
+            previous.repeat(k, 1), pos, cond=self._cond, control=self._control, cache=self._cache
+        )  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         dist = dist.warped(self.warp)
         if self.known is not None:
