@@ -37,7 +37,10 @@ class SpeedConfig:
         checkpoint: run directory or Hub id of a class-conditional model.
         config: in its stead, the YAML of a training run: the model is built with random weights, which decode as fast.
         batches: batch sizes.
+        images: images of a decode, as a multiple of the batch size; with more than 1, rows of a sampler that finishes
+            them at different times go on with the next image, as in sample.py.
         repeats: decodes after the first one; their median counts.
+        control: decode a model that has a control under a map; --no-control leaves it out, for comparison.
         profile: also write OUT/profile_BATCH.txt, the kernels by time.
         sampler, guidance, warp: how tokens are drawn.
         engine: kind, device, precision (its batch is not read).
@@ -47,7 +50,9 @@ class SpeedConfig:
     checkpoint: str = ""
     config: Path | None = None
     batches: Annotated[tuple[Positive, ...], Range(1)] = (1, 64)
+    images: Positive = 1
     repeats: Positive = 3
+    control: bool = True
     profile: bool = False
     sampler: Any = plugin("visgen.samplers", "ar")
     guidance: Guidance = field(default_factory=Guidance)
@@ -75,8 +80,11 @@ def main() -> None:
     for batch in settings.batches:
         given = (settings.sampler, settings.guidance, settings.warp)
         kernels: list[str] | None = [] if settings.profile else None
+        options: dict[str, Any] = {"batches": settings.images, "control": settings.control}
         try:
-            rows.append(speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels))
+            rows.append(
+                speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels, **options)
+            )
         except torch.OutOfMemoryError:
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed.table(rows).splitlines()[-1], file=sys.stderr)

@@ -60,7 +60,7 @@ def no_network() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Model]:
     """Builds a tiny AR model in eval mode, class-conditional unless `condition` says another kind, with random weights
-    in its head too."""
+    in its head too; and in its control, where a kind is named."""
 
     def make(
         grid: tuple[int, int, int] = (1, 4, 4),
@@ -69,6 +69,7 @@ def make_model() -> Callable[..., Model]:
         seed: int = 0,
         head_std: float = 0.5,
         condition: dict[str, Any] | None = None,
+        control: str | None = None,
         **backbone: Any,
     ) -> Model:
         small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
@@ -80,6 +81,7 @@ def make_model() -> Callable[..., Model]:
             vocab=vocab,
             backbone=plugin_config("visgen.backbones", "ar", **{**small, **backbone}),
             condition=plugin_config("visgen.conditions", **asked),
+            control=None if control is None else small_config("controls", control),
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -182,6 +184,30 @@ def text_checkpoint_dir(
     return run
 
 
+@pytest.fixture(scope="session")
+def make_control_run(make_model: Callable[..., Model]) -> Callable[..., Path]:
+    """Writes a run directory like `checkpoint_dir`, of a model with control; `beside` is another kind that it knows."""
+
+    def make(run: Path, kind: str | None = "canny", beside: str | None = None, **settings: Any) -> Path:
+        tokenizer_config = small_config("tokenizers", "conv_vq")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tokenizer = build(tokenizer_config).eval()
+        model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, layers=3, control=kind, **settings)
+        if beside is not None:
+            control = dataclasses.replace(model.config.control, beside=small_config("controls", beside))
+            model.config = dataclasses.replace(model.config, control=control)
+        folder = run / checkpoint.step_name(1)
+        folder.mkdir(parents=True)
+        facts = {"step": 1, "classes": json.dumps(["boot", "bag", "coat"])}
+        checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
+        (folder / checkpoint.META).write_text(json.dumps({"step": 1}))
+        checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+        return run
+
+    return make
+
+
 # ------------------------------------------------------------------------------------- contracts of plugin packages
 
 VISGEN = Path(__file__).parents[1] / "visgen"
@@ -200,6 +226,8 @@ SMALL = {  # fields by name, so that a new plugin is small without an edit here;
     "codes": 16,
     "n": 12,
     "n_held_out": 7,
+    "patch": 4,
+    "side": 4,
 }
 
 

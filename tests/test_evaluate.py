@@ -103,6 +103,9 @@ def test_labels_where_the_source_does_not_list_them() -> None:
 
 def test_generated_takes_the_labels_that_the_plan_balances() -> None:
     class Echo:
+        def refills(self, sampler: object) -> bool:
+            return False
+
         def sample(self, labels: list[int], seeds: list[int], *settings: object) -> Images:
             pixels = torch.tensor(labels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
             return Images(pixels, torch.tensor(seeds), labels, seeds, 0, 0.0, torch.ones(len(seeds), 1))

@@ -40,7 +40,7 @@ def test_writes_a_grid_and_single_pictures_with_their_settings(
 
     found = settings_of(out / "0000_000044.png")
     assert (found["label"], found["seed"]) == (0, 44)
-    assert found["guidance"] == {"scale": 2.0, "interval": [0.0, 1.0], "schedule": "linear"}
+    assert found["guidance"] == {"scale": 2.0, "interval": [0.0, 1.0], "schedule": "linear", "control": None}
     assert found["warp"] == {"temperature": 1.0, "top_k": 9, "top_p": 1.0}
     assert found["sampler"] == {"kind": "ar"} and found["checkpoint"] == str(checkpoint_dir)
     assert found["engine"] == {"kind": "eager", "device": "cpu", "precision": "float32", "batch": 16}
@@ -110,11 +110,11 @@ def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_bu
 ) -> None:
     real, calls = Generator.sample, []
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **named: Any) -> Any:
         calls.append(given)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(*given)
+        return real(*given, **named)
 
     monkeypatch.setattr(Generator, "sample", interrupted)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**20))

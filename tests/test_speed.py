@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from programs import program
 
 from visgen import speed
 from visgen.config import UserError, build, load, run_program
+from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig
@@ -54,6 +57,24 @@ def test_a_measured_batch(make_model: MakeModel) -> None:
     assert found.seconds > 0 and found.images_per_s == pytest.approx(2 / found.seconds)
     assert found.fraction == pytest.approx(found.floor / found.seconds)
     assert "aten::" in kernels[0]
+
+
+def test_a_model_with_control_is_timed_under_one_or_without(make_model: MakeModel) -> None:
+    model, asked = make_model((1, 1, 3), control="canny"), []
+    begin = Engine.begin
+
+    class Watched(Engine):
+        def begin(self, batch: Any, known: Any = None) -> None:
+            asked.append(sorted(batch))
+            begin(self, batch, known)
+
+    given = (ar.Config(), Guidance(2.0), Warp(), 2, 1e9, 1, None)
+    plain = make_model((1, 1, 3))
+    for control in (True, False):
+        config: Any = SimpleNamespace(make=Watched)
+        found = speed.measure(model, config, *given, control=control)
+        assert found.floor == speed.measure(plain, EngineConfig(kind="eager", device="cpu"), *given).floor
+    assert asked == [["label", "map"]] * 2 + [["label"]] * 2
 
 
 def test_the_program(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

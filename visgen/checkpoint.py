@@ -30,6 +30,7 @@ from visgen.tokenizers import Tokenizer
 FORMAT = "visgen/1"
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 MODEL = "visgen.model"
+REPOSITORY = Path(__file__).resolve().parents[1]
 Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
 
 # ------------------------------------------------------------------------------------------------ weight files
@@ -41,6 +42,7 @@ def save_module(
     config: Any,
     dtype: torch.dtype | None = None,
     extra_metadata: Mapping[str, Any] | None = None,
+    part: str = "",
 ) -> None:
     """Writes `module`'s state and `config` to one safetensors file, first under a temporary name.
 
@@ -48,14 +50,18 @@ def save_module(
         config: the `Config` of a plugin file, or a `ModelConfig`.
         dtype: of the floating-point parameters, None leaves them; buffers keep theirs.
         extra_metadata: more entries of the file's metadata, as text.
+        part: write this sub-module's tensors alone; `extra_metadata` then name the `base` that has the others
+            (`weights_hash`) and the `base_path` where it lay.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tensors = {}
     for name, tensor in module.state_dict().items():
+        if not name.startswith(f"{part}." if part else ""):
+            continue
         cast = dtype if name in parameters and tensor.is_floating_point() else None
         tensors[name] = tensor.detach().to("cpu", cast, copy=True).contiguous()
     metadata = {"format": FORMAT, "config": json.dumps(describe(config), sort_keys=True)}
-    metadata |= {k: str(v) for k, v in (extra_metadata or {}).items()}
+    metadata |= {k: str(v) for k, v in (extra_metadata or {}).items()} | ({"part": part} if part else {})
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     save_file(tensors, temporary, metadata)
@@ -77,6 +83,10 @@ def load_module(path: Path | str, package: str | None = None, expect: Mapping[st
     path = Path(path)
     tensors, metadata = _read(path)
     config = _described(metadata, path)
+    if "part" in metadata:
+        raise UserError(
+            f"{path} holds the {metadata['part']} of a model alone; pass its run directory to load it whole"
+        )
     if package is not None and config["package"] != package:
         raise UserError(
             f"{path} holds {_name(config['package'])} ({_label(config)}), {_name(package)} is needed; "
@@ -109,20 +119,81 @@ def load_tokenizer(path: Path | str, **expect: Any) -> Tokenizer:
     return load_module(kept or _weights(path), "visgen.tokenizers", expect)  # type: ignore[return-value]
 
 
-def load_model(path: Path | str, **expect: Any) -> Model:
-    """The generative model in a weight file, of a run (its newest step) or of one step. Raises as `load_module`."""
-    return load_module(_weights(Path(path)), MODEL, expect)  # type: ignore[return-value]
+def load_model(path: Path | str, base: Path | str | None = None, **expect: Any) -> Model:
+    """The generative model in a weight file, of a run (its newest step) or of one step. Raises as `load_module`.
+
+    Args:
+        base: of a file that holds a part of a model alone, such as its control: the run or step that has the rest;
+            default: where it lay when the part was trained, or a run of that name beside the part's.
+    """
+    weights = _weights(Path(path))
+    if "part" in read_metadata(weights):
+        return _joined(weights, base)
+    if base is not None:
+        raise UserError(f"{weights} is a whole model, which has no base; leave --base out")
+    return load_module(weights, MODEL, expect)  # type: ignore[return-value]
+
+
+def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model]:
+    """Where the rest of a model lies of which `weights` holds a part, and that model; see `load_model`.
+
+    Raises:
+        UserError: it is not found, or what is there is another model.
+    """
+    facts = read_metadata(weights)
+    recorded = Path(facts.get("base_path", ""))
+    run = weights.parent.parent if _is_step(weights.parent) else weights.parent
+    places = [run.parent / recorded.name, recorded, REPOSITORY / recorded] if given is None else [Path(given)]
+    wanted, others = facts.get("base", ""), []
+    for place in dict.fromkeys(places):
+        if given is None and not place.exists():
+            continue
+        model = load_model(place)
+        found = weights_hash(model)
+        if found == wanted:
+            return place, model
+        others.append(f"{place} is {found[:12]}")
+    what = f"; {', '.join(others)}" if others else f"; it is not at {' or '.join(map(str, dict.fromkeys(places)))}"
+    raise UserError(
+        f"{weights} holds {facts['part']} alone, over the weights of {recorded} ({wanted[:12]}){what}: pass that run "
+        "as --base"
+    )
+
+
+def _joined(weights: Path, base: Path | str | None) -> Model:
+    """The model of a file that holds a part of it, the other tensors being its base's."""
+    tensors, metadata = _read(weights)
+    _, rest = base_of(weights, base)
+    model: Model = _build(_described(metadata, weights), weights)  # type: ignore[assignment]
+    joined = rest.state_dict() | tensors
+    _audit(weights, model, joined)
+    model.load_state_dict(joined)
+    return model.eval()
+
+
+def weights_hash(model: Model) -> str:
+    """sha256 of what a model without control computes with: the config's own choices, dropout apart, and every tensor
+    (floats as float32). Equal for the file and the trained weights that it rounded, if they were read from it."""
+    described = {
+        k: v
+        for k, v in configs.flat(_choices(model.config)).items()
+        if "drop" not in k and not k.startswith("control.")
+    }
+    return _digest(described, {k: v for k, v in model.state_dict().items() if not k.startswith("control.")})
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """sha256 of the config's own choices and of every tensor (name, shape, bytes; floats as float32) of the parts that
     tokens depend on: equal hash, equal tokens of equal meaning. A decoder that was trained further alone keeps the
     hash, and so does a tokenizer whose Config gained a field since, at its default."""
-    digest = hashlib.sha256(json.dumps(_choices(tokenizer.config), sort_keys=True, default=str).encode())
     parts = tokenizer.code_parts
-    for name, tensor in sorted(tokenizer.state_dict().items()):
-        if parts and name.partition(".")[0] not in parts:
-            continue
+    kept = {k: v for k, v in tokenizer.state_dict().items() if not parts or k.partition(".")[0] in parts}
+    return _digest(_choices(tokenizer.config), kept)
+
+
+def _digest(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.float() if tensor.is_floating_point() else tensor
         digest.update(f"{name}{tuple(tensor.shape)}".encode())

@@ -24,7 +24,7 @@ from visgen import config as configs
 from visgen.config import UserError, kind_of
 from visgen.data import Data, Split, codes
 from visgen.decode.noise import Noise, Stream
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator, SamplingConfig, at_a_time
 from visgen.launch import on_cpu
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
@@ -165,8 +165,9 @@ def generated(
     world = world or World()
     rows = plan.rows(world.rank, world.size)
     rows = rows if labels is None else replace(rows, label=labels[rows.label])
-    for start in range(0, len(rows), settings.engine.batch):
-        part = slice(start, start + settings.engine.batch)
+    size = at_a_time(generator, settings)
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
         images = generator.sample(
             rows.label[part].tolist(), rows.seed[part].tolist(), settings.guidance, settings.warp, settings.sampler
         )

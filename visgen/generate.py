@@ -6,10 +6,10 @@ import operator
 import re
 import reprlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from PIL import Image
@@ -17,80 +17,22 @@ from torch import Tensor
 
 from visgen import config as configs
 from visgen.checks import SEEDS
-from visgen.config import UserError, plugin
+from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
+from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
-from visgen.launch import device_of
+from visgen.layout import Grid
 from visgen.metrics.images import to_uint8
 from visgen.model import Model
+from visgen.nn.control import Hint
 from visgen.prompts import Features, TextConfig, check_prompts, encode
 from visgen.samplers import Sampler
+from visgen.sampling import EngineConfig, SamplingConfig
 from visgen.tokenizers import Tokenizer
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Where and how to compute.
-
-    Attributes:
-        kind: "captured" replays a CUDA graph of fused kernels, "eager" runs plain PyTorch; "auto" is captured on a GPU.
-        device: a torch device; "auto" takes a GPU when there is one.
-        precision: of the transformer; "auto" is bf16 on a GPU and fp32 on a CPU. The tokenizer always runs in fp32.
-        batch: images decoded at once.
-    """
-
-    kind: Literal["auto", "captured", "eager"] = "auto"
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    batch: int = 16
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UserError(f"engine.batch {self.batch} must be at least 1")
-
-    def resolve(self) -> tuple[torch.device, torch.dtype]:
-        """The device and dtype that "auto" stands for here."""
-        device = device_of(self.device, "engine.device")
-        precision = self.precision
-        if precision == "auto":
-            precision = "bf16" if device.type == "cuda" else "fp32"
-        return device, PRECISIONS[precision]
-
-    def kind_on(self, device: torch.device) -> str:
-        """The kind that "auto" stands for on `device`."""
-        if self.kind == "captured" and device.type != "cuda":
-            raise UserError(
-                f"engine.kind captured needs a CUDA GPU, not {device.type}; use --engine.kind eager (or auto)"
-            )
-        return self.kind if self.kind != "auto" else "captured" if device.type == "cuda" else "eager"
-
-    def make(
-        self,
-        model: Model,
-        guidance: Guidance | None = None,
-        warp: Warp | None = None,
-        tokenizer: str | None = None,
-    ) -> Engine:
-        """The engine of `model`, where it lies; for the arguments see `Engine`."""
-        if self.kind_on(model.parameter_device()) == "eager":
-            return Engine(model, guidance, warp, tokenizer)
-        from visgen.decode.captured import CapturedEngine  # needs Triton
-
-        return CapturedEngine(model, guidance, warp, tokenizer)
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How images are drawn: what `configs/sample/*.yaml` set and what a saved image records."""
-
-    sampler: Any = plugin("visgen.samplers", "ar")
-    guidance: Guidance = field(default_factory=Guidance)
-    warp: Warp = field(default_factory=Warp)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+BATCHES = 8  # drawn by one call where rows are refilled; its last images leave rows idle
 
 
 @dataclass
@@ -158,7 +100,8 @@ class Generator:
 
     def check_asked(self, kind: str) -> None:
         """Raises `UserError` unless the model is conditioned on `kind`, which is "label" or "text"."""
-        found = configs.kind_of(self.model.config.condition)
+        asked = self.model.config.condition
+        found = "label" if hasattr(asked, "classes") else configs.kind_of(asked)
         if found == kind:
             return
         if found == "text":
@@ -202,8 +145,13 @@ class Generator:
             raise UserError(f"label {label} is out of range: the checkpoint knows classes 0 to {count - 1}")
         return label
 
-    def check_guidance(self, guidance: Guidance) -> None:
-        """Raises `UserError` for a guidance that this model cannot follow."""
+    def check_guidance(self, guidance: Guidance, controlled: bool = False) -> None:
+        """Raises `UserError` for a guidance that this model cannot follow; controlled: whether a control is given."""
+        if guidance.control is not None and not (controlled and self.model.config.control):
+            lacks = "a control is given" if self.model.config.control else "the checkpoint has a control of its own"
+            raise UserError(
+                f"guidance.control {guidance.control} scales a control: it has a meaning only where {lacks}"
+            )
         if self.model.config.condition.dropout == 0 and guidance.branches > 1:
             raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
 
@@ -225,8 +173,12 @@ class Generator:
         *,
         prompts: Features | Sequence[str] | str | None = None,
         text: TextConfig | None = None,
+        control: Sequence[Hint] | Tensor | None = None,
+        size: tuple[int, int] | None = None,
     ) -> Images:
         """Draws one image per label or prompt, `engine.batch` at once; image i depends on seed i, not on its batch.
+
+        Where images take unequally long, a row that is complete goes on with the next one (`decode/refill.py`).
 
         Args:
             labels: class ids or names, B of them; or one, for all seeds.
@@ -241,13 +193,22 @@ class Generator:
             prompts: of a model of texts instead of labels, B of them; or one, for all seeds; or their features
                 (`encode`, `visgen.prompts.read`).
             text: how prompts become features.
+            control: of a model trained for one, maps [1 or B, 3, H, W] in [-1, 1] of the size of the images; or several
+                `Hint`s, whose additions are summed.
+            size: (H, W) in pixels, multiples of the tokenizer's stride; default the checkpoint's own.
 
         Raises:
             UserError: a value that is not one of these, or that the model cannot follow.
         """
         ids, wanted, seeds = self._plan(labels, prompts, seeds)
-        guidance, count, size = _guidance(guidance), len(seeds), self.settings.batch
-        self.check_guidance(guidance)
+        guidance, count, batch_size = _guidance(guidance), len(seeds), self.settings.batch
+        hints = self._hints(control, count)
+        self.check_guidance(guidance, bool(hints))
+        grid = self.grid_of(size)
+        if known is not None and grid != self.model.grid:
+            raise UserError(
+                f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
+            )
         if warp is not None and not isinstance(warp, Warp):
             raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
         if warp not in (None, Warp()) and self.model.continuous:
@@ -256,22 +217,27 @@ class Generator:
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        engine = self._engine_for(guidance, warp or Warp())
+        engine = self._engine_for(guidance, warp or Warp(), grid)
         pinned = None if known is None else self._known_tokens(*known, count)
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         parts: list[Images] = []
-        for start in range(0, count, size):
-            part = slice(start, start + size)
+        if features is None and pinned is None and not hints and self.refills(built):
+            batch_size = max(batch_size, count)  # of which `engine.batch` at once
+        for start in range(0, count, batch_size):
+            part = slice(start, start + batch_size)
             chosen = None if pinned is None else (pinned[0][part], pinned[1][part])
 
             def progress(done: int, total: int, start: int = start) -> None:
                 if on_step is not None:
-                    on_step(start // size * total + done, -(-count // size) * total)
+                    on_step(start // batch_size * total + done, -(-count // batch_size) * total)
 
+            batch: dict[str, Any]
             if features is None:
                 batch = {"label": torch.tensor(ids[part], device=self.device)}
             else:
-                batch = features.rows(range(count)[part]).batch(self.device)
+                batch = dict(features.rows(range(count)[part]).batch(self.device))
+            if hints:
+                batch["hints"] = [self._rows(hint, part) for hint in hints]
             parts.append(self._batch(engine, built, batch, seeds[part], chosen, progress))
         return Images(
             torch.cat([p.pixels for p in parts]),
@@ -286,12 +252,68 @@ class Generator:
             torch.cat([p.clips for p in parts if p.clips is not None]) if parts[0].clips is not None else None,
         )
 
-    def _engine_for(self, guidance: Guidance, warp: Warp) -> Engine:
+    def refills(self, sampler: Any) -> bool:
+        """Whether rows go on with the next image with this sampler, or the one of this config."""
+        return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
+
+    def grid_of(self, size: tuple[int, int] | None) -> Grid:
+        """The token grid of images of `size` (H, W).
+
+        Raises:
+            UserError: sides that are no multiples of the stride, more tokens than positions, or another tokenizer.
+        """
+        own, grid = self.tokenizer.image_size, self.model.grid
+        if size is None or tuple(size) == tuple(own):
+            return grid
+        stride = own[0] // grid[1]
+        if not hasattr(self.tokenizer, "grid_of"):
+            raise UserError(f"this tokenizer decodes images of {own} px alone; leave the size out")
+        if min(size) < stride or any(side % stride for side in size):
+            near = " ".join(str(max(stride, round(side / stride) * stride)) for side in size)
+            raise UserError(
+                f"size {size[0]} {size[1]} must be multiples of the tokenizer's stride {stride}, e.g. {near}"
+            )
+        rows, columns = size[0] // stride, size[1] // stride
+        most = getattr(self.model.config.backbone, "rope_columns", None)
+        if most is not None and rows * columns > most**2:
+            raise UserError(
+                f"size {size[0]} {size[1]} is {rows * columns} tokens, this checkpoint has positions for {most**2}; "
+                "take a smaller one"
+            )
+        return grid[0], rows, columns
+
+    def _engine_for(self, guidance: Guidance, warp: Warp, grid: Grid) -> Engine:
         """The last call's engine, with what it measured and loaded, where the settings are the same."""
         engine = self._engine
-        if engine is None or (engine.guidance, engine.warp) != (guidance, warp):
-            engine = self._engine = self.settings.make(self.model, guidance, warp, self.meta.get("tokenizer"))
+        if engine is None or (engine.guidance, engine.warp, engine.grid) != (guidance, warp, grid):
+            model = self.model.at(grid)
+            engine = self._engine = self.settings.make(model, guidance, warp, self.meta.get("tokenizer"))
         return engine
+
+    def _hints(self, control: Sequence[Hint] | Tensor | None, count: int) -> list[Hint]:
+        """What is given as control, each with one row or `count`."""
+        hints = [Hint(control.unsqueeze(1))] if isinstance(control, Tensor) else list(control or ())
+        if hints and self.model.controls is None:
+            raise UserError(
+                "this model was trained without control; leave it out, or load one that was trained with it"
+            )
+        if not hints and self.model.config.control is None and self.model.controls is not None:
+            raise UserError("this model reads a control map as its prefix; give it one")
+        for hint in hints:
+            if len(hint.map) not in (1, count) or not hint.map.is_floating_point():
+                raise UserError(
+                    f"control maps are {hint.map.dtype} {list(hint.map.shape)} for {count} images; give floats in "
+                    f"[-1, 1], 1 or {count} of them"
+                )
+        return hints
+
+    def _rows(self, hint: Hint, part: slice) -> Hint:
+        """The rows `part` of a hint, on the device."""
+        maps = (hint.map[part] if len(hint.map) > 1 else hint.map).to(self.device)
+        region = hint.region
+        if region is not None:
+            region = (region[part] if len(region) > 1 else region).to(self.device)
+        return Hint(maps, hint.strength, region)
 
     def _plan(
         self, labels: Any, prompts: Any, seeds: Sequence[int] | None
@@ -332,14 +354,20 @@ class Generator:
         known: tuple[Tensor, Tensor] | None,
         progress: Any,
     ) -> Images:
-        start = time.perf_counter()
+        start, rows = time.perf_counter(), min(len(seeds), self.settings.batch)
         try:
-            engine.begin(batch, known)
-            generation = engine.run(sampler, Noise(torch.tensor(seeds, device=self.device)), progress)
-            frames = to_uint8(self.tokenizer.decode(generation.tokens)).cpu()  # [B, T, 3, H, W]
+            noise = Noise(torch.tensor(seeds, device=self.device))
+            if len(seeds) > rows:
+                generation = refill(engine, sampler, batch, noise, rows, progress)
+            else:
+                engine.begin(batch, known)
+                generation = engine.run(sampler, noise, progress)
+            other = {} if engine.grid == self.model.grid else {"grid": engine.grid}
+            decoded = (to_uint8(self.tokenizer.decode(part, **other)).cpu() for part in generation.tokens.split(rows))
+            frames = torch.cat(list(decoded))  # [B, T, 3, H, W]
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{len(seeds)} images at once do not fit the memory of {self.device}; lower --engine.batch"
+                f"{rows} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
         seconds = time.perf_counter() - start
         tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
@@ -389,22 +417,41 @@ def stream(
     known: tuple[Tensor, Tensor] | None = None,
     on_step: Any = None,
     features: Features | None = None,
+    control: Callable[[range], Sequence[Hint]] | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Iterator[Images]:
     """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many. Reads it as it goes.
 
     Args:
         known: as for `Generator.sample`, one picture and one mask for all.
-        on_step: called as on_step(done, total) within each batch.
+        on_step: called as on_step(done, total) within each batch of `at_a_time` images.
         features: of a model of texts; the plan then has (row of them, seed) pairs.
+        control: gives the hints of the images with these numbers in the plan.
+        size: as for `Generator.sample`.
     """
-    rest = iter(plan)
+    rest, done = iter(plan), 0
     rules = (settings.guidance, settings.warp, settings.sampler, known, on_step)
-    while part := list(islice(rest, settings.engine.batch)):
+    many = at_a_time(generator, settings, known, features, control)
+    while part := list(islice(rest, many)):
         asked, seeds = [p[0] for p in part], [p[1] for p in part]
+        hints = None if control is None else control(range(done, done + len(part)))
+        done += len(part)
         if features is None:
-            yield generator.sample(asked, seeds, *rules)
+            yield generator.sample(asked, seeds, *rules, control=hints, size=size)
         else:
-            yield generator.sample(None, seeds, *rules, prompts=features.rows(asked))
+            yield generator.sample(None, seeds, *rules, prompts=features.rows(asked), control=hints, size=size)
+
+
+def at_a_time(
+    generator: Generator,
+    settings: SamplingConfig,
+    known: Any = None,
+    features: Features | None = None,
+    control: Any = None,
+) -> int:
+    """Images that one call of `sample` should draw: the engine's batch, or several where rows are refilled."""
+    plain = known is None and features is None and not control
+    return settings.engine.batch * (BATCHES if plain and generator.refills(settings.sampler) else 1)
 
 
 def check_seed(seed: int) -> None:

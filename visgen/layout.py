@@ -22,7 +22,7 @@ class Layout:
     """Slots of a sequence: `prefix` condition slots, then the tokens.
 
     Attributes:
-        coords: [S, 3] int64 (t, y, x) of every slot; prefix slots carry -1.
+        coords: [S, 3] int64 (t, y, x) of every slot; prefix slots carry -1, unless they are of places.
         group: [S] int64, visibility group; prefix slots are causal among themselves and seen by all tokens.
         prefix: number P of prefix slots; S = P + N.
         block: number of tokens of each group.
@@ -48,13 +48,13 @@ class Layout:
     @staticmethod
     def raster(grid: Grid) -> Layout:
         """Every token its own group, in raster order: autoregression token by token."""
-        coords = _coords(grid)
+        coords = grid_coords(grid)
         return Layout(coords, torch.arange(len(coords)), grid=grid)
 
     @staticmethod
     def full(grid: Grid) -> Layout:
         """All tokens in one group: bidirectional attention."""
-        coords = _coords(grid)
+        coords = grid_coords(grid)
         return Layout(coords, torch.zeros(len(coords), dtype=torch.int64), block=len(coords), grid=grid)
 
     @staticmethod
@@ -72,7 +72,7 @@ class Layout:
                 f"block {tuple(block)} does not divide the grid {tuple(grid)} (t, y, x) of tokens; its sides may be "
                 f"{', '.join(fitting)}"
             )
-        coords = _coords(grid)
+        coords = grid_coords(grid)
         inside = torch.tensor(block, device=coords.device)
         which, within = coords // inside, coords % inside
         count = [n // b for n, b in zip(grid, block, strict=True)]
@@ -90,11 +90,12 @@ class Layout:
         coords, group = (torch.cat([part[:clean], part]) for part in (self.coords, self.group))
         return Layout(coords, group, block=self.block, grid=self.grid, noised=noised)
 
-    def with_prefix(self, prefix: int) -> Layout:
-        """The same tokens behind `prefix` condition slots."""
+    def with_prefix(self, prefix: int, coords: Tensor | None = None) -> Layout:
+        """The same tokens behind `prefix` condition slots, which have coords [P, 3] of their own or none (-1)."""
         if self.prefix:
             raise ValueError(f"layout has {self.prefix} prefix slots already")
-        coords = torch.cat([torch.full((prefix, 3), -1), self.coords])
+        own = torch.full((prefix, 3), -1) if coords is None else coords
+        coords = torch.cat([own, self.coords])
         group = torch.cat([torch.arange(-prefix, 0), self.group])
         return Layout(coords, group, prefix, self.block, self.grid)
 
@@ -116,6 +117,7 @@ def seen(group: Tensor, noised: Tensor, key_group: Tensor, key_noised: Tensor) -
     return clean | (key_noised & noised & (key_group == group))
 
 
-def _coords(grid: Grid) -> Tensor:
+def grid_coords(grid: Grid) -> Tensor:
+    """[N, 3] int64 (t, y, x) of every token of a grid, in raster order."""
     axes = [torch.arange(n) for n in grid]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)

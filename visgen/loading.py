@@ -11,6 +11,7 @@ from visgen.checkpoint import (
     TOKENIZER,
     WEIGHTS,
     Step,
+    base_of,
     find_step,
     load_model,
     load_tokenizer,
@@ -21,13 +22,21 @@ from visgen.config import UserError
 from visgen.generate import EngineConfig, Generator
 
 
-def load(source: str | Path, step: Step = None, engine: EngineConfig | None = None, **options: Any) -> Generator:
+def load(
+    source: str | Path,
+    step: Step = None,
+    engine: EngineConfig | None = None,
+    base: str | Path | None = None,
+    **options: Any,
+) -> Generator:
     """Loads a run directory, one of its steps, or a Hugging Face Hub id ("owner/name").
 
     Args:
         source: directory with `step_*/model.safetensors` and `tokenizer.safetensors`, or a Hub id of such a tree.
         step: which step, or "best" (of `loop.keep_best`); default the newest.
         engine: device, precision, batch; or its fields as keywords (`device="cpu"`).
+        base: of a control over frozen weights, the run or step that has them; default: where they were in training, or
+            a run of that name beside this one.
 
     Raises:
         UserError: nothing there, damaged files, or files that do not belong together.
@@ -36,9 +45,11 @@ def load(source: str | Path, step: Step = None, engine: EngineConfig | None = No
     if not directory.exists():
         directory = _from_hub(str(source))
     found = find_step(directory, step)
-    model = load_model(found)
+    model = load_model(found, base)
     info = read_metadata(found / WEIGHTS)
     run = found if (found / TOKENIZER).is_file() else found.parent
+    if "part" in info and not (run / TOKENIZER).is_file():
+        run = base_of(found / WEIGHTS, base)[0]
     if not (run / TOKENIZER).is_file():
         raise UserError(f"{run}: {TOKENIZER} is missing; copy the tokenizer of that training run beside the steps")
     tokenizer = load_tokenizer(run / TOKENIZER)
@@ -51,7 +62,7 @@ def load(source: str | Path, step: Step = None, engine: EngineConfig | None = No
         )
     _check_config(run / "config.yaml")
     meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
-    meta |= {"tokenizer": given[:12]}
+    meta |= {"tokenizer": given[:12]} | ({"base": info["base"][:12]} if "base" in info else {})
     classes = json.loads(info.get("classes", "[]"))
     return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
 

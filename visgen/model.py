@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from visgen.conditions import Condition
 from visgen.config import UserError, plugin
 from visgen.heads import Head
 from visgen.layout import Grid
+from visgen.nn.control import ConditionalDecoding, hints_of
 from visgen.tokenizers import Tokenizer
 
 
@@ -28,6 +30,7 @@ class ModelConfig:
         vocab: number of codes; must be the tokenizer's.
         backbone, condition, head: plugins.
         channels: width C of continuous tokens, which have no vocab; must be the tokenizer's.
+        control: the spatial control that it is trained for, and the encoder of its maps; none: no control.
     """
 
     grid: tuple[Positive, Positive, Positive] = (1, 16, 16)
@@ -36,14 +39,17 @@ class ModelConfig:
     condition: Any = plugin("visgen.conditions", "label")
     head: Any = plugin("visgen.heads", "categorical")
     channels: Positive | None = None
+    control: Any = plugin("visgen.controls", None)
 
 
 class Model(nn.Module):
-    """Backbone, condition and head. `h = model.backbone(...)`, `model.head` turns h into a loss or a law."""
+    """Backbone, condition, head and perhaps control. `h = model.backbone(...)`, `model.head` turns h into a loss or a
+    law."""
 
     backbone: Backbone
     condition: Condition
     head: Head
+    control: ConditionalDecoding | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -55,9 +61,11 @@ class Model(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
         kind = configs.implementation(config.backbone)
         self._check_parts(kind.continuous, configs.implementation(config.head).continuous)  # type: ignore[attr-defined]
-        layout = kind.arrange(config.backbone, config.grid, self.condition.prefix)  # type: ignore[attr-defined]
+        place = config.grid, self.condition.prefix, self.condition.coords
+        layout = kind.arrange(config.backbone, *place)  # type: ignore[attr-defined]
         self.backbone = configs.build(config.backbone, layout, config.channels or config.vocab)
         self.head = configs.build(config.head, width, config.channels or config.vocab)
+        self.control = None if config.control is None else ConditionalDecoding(config.control, width, config.grid)
 
     def _check_parts(self, backbone: bool, head: bool) -> None:
         """Refuses parts of which some are for continuous tokens and some are not."""
@@ -66,6 +74,11 @@ class Model(nn.Module):
             raise UserError(
                 f"model.backbone {configs.kind_of(config.backbone)} is for {wanted}, model.head "
                 f"{configs.kind_of(config.head)} is not; choose a head for them"
+            )
+        if backbone and config.control is not None:
+            raise UserError(
+                f"model.control is added to slots that predict one token, which model.backbone "
+                f"{configs.kind_of(config.backbone)} has none of; leave it out"
             )
         if backbone != (config.channels is not None):
             remedy = "set it to the tokenizer's" if backbone else "leave it out"
@@ -88,11 +101,54 @@ class Model(nn.Module):
         """Number N of tokens."""
         return self.backbone.layout.tokens
 
-    def loss(self, tokens: Tensor, batch: Mapping[str, Any], drop: Tensor | None) -> Tensor:
-        """Teacher-forced loss per token [B, N] of tokens [B, N] under the batch's condition."""
+    def loss(
+        self,
+        tokens: Tensor,
+        batch: Mapping[str, Any],
+        drop: Tensor | None,
+        drop_control: Tensor | None = None,
+    ) -> Tensor:
+        """Teacher-forced loss per token [B, N] of tokens [B, N] under the batch's condition and control.
+
+        Args:
+            drop: [B] bool, rows whose condition and control are both dropped.
+            drop_control: [B] bool, rows whose control alone is dropped.
+        """
         cond = self.condition(batch, drop)
-        h = self.backbone(tokens[:, :-1], None, cond=cond)  # [B, P + N - 1, D]
+        both = drop if drop_control is None else drop_control if drop is None else drop | drop_control
+        control = self.controlled(batch, both)
+        h = self.backbone(tokens[:, :-1], None, cond=cond, control=control)  # [B, P + N - 1, D]
         return self.head.loss(h[:, self.condition.prefix - 1 :], tokens)
+
+    def at(self, grid: Grid) -> Model:
+        """The same weights, not copied, for images of another grid.
+
+        Raises:
+            UserError: its prefix stands for places of its own grid.
+        """
+        if grid == self.grid:
+            return self
+        if self.condition.coords is not None:
+            raise UserError(f"a model with its control as a prefix draws images of its own grid {self.grid} alone")
+        other = copy.copy(self)
+        other.config = replace(self.config, grid=grid)
+        other._modules = dict(self._modules)
+        other.backbone = self.backbone.at(self.backbone.arrange(self.config.backbone, grid, self.condition.prefix))
+        if self.control is not None:
+            other.control = copy.copy(self.control)
+            other.control.grid = grid
+        return other
+
+    def controlled(self, batch: Mapping[str, Any], drop: Tensor | None = None) -> Tensor | None:
+        """What the batch's maps add to the backbone, [J, B or 1, N, D], zero in rows where drop [B] is true; None for
+        a model without control, or a batch without maps."""
+        hints = hints_of(batch)
+        return self.control(hints, drop) if self.control is not None and hints else None
+
+    @property
+    def controls(self) -> Any:
+        """The config of the controls whose maps it reads, be it by conditional decoding or as a prefix; or None."""
+        return self.config.control or getattr(self.config.condition, "control", None)
 
     def check_tokenizer(self, tokenizer: Tokenizer, where: str = "tokenizer") -> None:
         """Refuses a tokenizer whose tokens are not the ones this model was made for."""

@@ -28,13 +28,17 @@ from visgen.checks import Positive, Seed
 from visgen.config import UserError
 from visgen.data._clips import av, read_clip, write_gif, write_mp4
 from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
-from visgen.generate import Generator, Images, SamplingConfig, check_seed, stream
+from visgen.generate import Generator, Images, SamplingConfig, at_a_time, check_seed, stream
+from visgen.hints import Given, HintConfig, check_asked, choose
+from visgen.hints import read as read_hints
 from visgen.launch import writable
 from visgen.loading import load
+from visgen.metrics.images import to_uint8
 from visgen.prompts import Features, TextConfig, check_prompts, read
 
 GRID = 256  # images that `grid.png` shows at most
-NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})_\d{6,}\.(png|mp4)"  # LABEL_SEED.png, or PROMPT-HASH_SEED.png
+# of a single image: LABEL_SEED.png or PROMPT-HASH_SEED.png, with MAP-HASH before the seed where there is a control
+NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})(_[a-z0-9-]+-[0-9a-f]{8})?_\d{6,}\.(png|mp4)"
 KEPT = 128  # the brightness from which a mask keeps a pixel
 ELONGATED = 100  # a known picture of more than this ratio is refused: its square crop would show next to nothing
 
@@ -64,6 +68,7 @@ class SampleConfig(SamplingConfig):
 
     Attributes:
         checkpoint: run directory, step directory or Hub id.
+        base: of a checkpoint that holds a control alone, the run with its frozen weights; default: where it was.
         step: which step of the run, or `best`; default the newest.
         label: class ids or names; default: all classes of the checkpoint, at most 8; a known image needs it given.
         prompt: texts, of a checkpoint that is conditioned on them.
@@ -71,12 +76,17 @@ class SampleConfig(SamplingConfig):
         num: images of each label or prompt.
         seed: image i of a call has seed `seed + i`.
         known: completion and inpainting, or the beginning of a clip.
+        size: height and width in pixels, multiples of the tokenizer's stride; default the checkpoint's own.
+        control: what shall be where; each of its pictures is drawn with each label or prompt.
+        second: another control beside it, of as many pictures or one; what the two add is summed.
         fps: frames a second of clips.
         out: directory of one PNG per image, LABEL_SEED.png or PROMPT-HASH_SEED.png (of a clip an MP4 and a GIF), and of
-            `grid.png` with the first of them. Images of other labels, prompts and seeds stay there.
+            `grid.png` with the first of them. Images of other labels, prompts and seeds stay there. Maps are kept there
+            too, and begin their rows of the grid.
     """
 
     checkpoint: str = ""
+    base: str = ""
     step: Step = None
     label: tuple[str, ...] = ()
     prompt: tuple[str, ...] = ()
@@ -84,6 +94,9 @@ class SampleConfig(SamplingConfig):
     num: Positive = 4
     seed: Seed = 0
     known: KnownConfig = field(default_factory=KnownConfig)
+    size: tuple[Positive, Positive] | None = None
+    control: HintConfig = field(default_factory=HintConfig)
+    second: HintConfig = field(default_factory=HintConfig)
     fps: Positive = 8
     out: Path = Path("out/sample")
 
@@ -100,22 +113,24 @@ def _main(argv: Sequence[str]) -> None:
     _check_asked(settings)
     pictures = _read_known(settings.known)
     out = writable(settings.out, "--out")
-    generator = load(settings.checkpoint, settings.step, settings.engine)
-    generator.check_guidance(settings.guidance)
+    generator = load(settings.checkpoint, settings.step, settings.engine, settings.base or None)
+    generator.check_guidance(settings.guidance, bool(settings.control.files))
     if generator.model.grid[0] > 1:
         av()  # clips are written as MP4
+    size = settings.size or generator.tokenizer.image_size
+    given = _read_controls(generator, settings, size)
     features = _ready_features(generator, settings)
     labels = [] if features or settings.prompt else _labels(generator, settings)
-    rows = len(features or settings.prompt or labels)
+    rows = len(features or settings.prompt or labels) * (len(given[0].maps) if given else 1)
     side, total = generator.tokenizer.image_size[0], rows * settings.num
-    _check_room(out, total, side)
+    _check_room(out, total, size)
     check_seed(settings.seed + total - 1)
     known = _known_clip(generator, settings.known) or (pictures and _known_pixels(*pictures, side))
     if settings.prompt and features is None:
         features = generator.encode(settings.prompt, settings.text)
         for prompt in features.cut:
             print(f"cut to {features.text.shape[1]} tokens: {prompt}", file=sys.stderr)
-    print(draw(generator, features or labels, settings, known, out))
+    print(draw(generator, features or labels, settings, known, out, given))
 
 
 def _check_asked(settings: SampleConfig) -> None:
@@ -125,6 +140,32 @@ def _check_asked(settings: SampleConfig) -> None:
     if settings.text != TextConfig() and not (settings.prompt or settings.text.features):
         raise UserError("--text says how prompts become features: give --prompt TEXT, or --text.features FILE")
     check_prompts(settings.prompt)
+    check_asked(settings.control, "control")
+    check_asked(settings.second, "second")
+    if settings.second.files and not settings.control.files:
+        raise UserError("--second is a control beside another: give --control first")
+    if settings.known.image and (settings.control.files or settings.size):
+        what = "--control" if settings.control.files else "--size"
+        raise UserError(
+            f"{what} and --known.image are both given; a known image is completed at its own size, uncontrolled"
+        )
+    if len(settings.second.files) not in (0, 1, len(settings.control.files)):
+        raise UserError(
+            f"--second has {len(settings.second.files)} pictures, --control {len(settings.control.files)}; give as "
+            "many, or one for all"
+        )
+
+
+def _read_controls(generator: Generator, settings: SampleConfig, size: tuple[int, int]) -> list[Given]:
+    """The maps of `--control` and `--second`, as far as they are given."""
+    asked = [(f, s) for f, s in (("control", settings.control), ("second", settings.second)) if s != HintConfig()]
+    if not asked:
+        return []
+    trained, where = generator.model.controls, f"checkpoint {settings.checkpoint}"
+    controls = [choose(s, trained, where, flag) for flag, s in asked]
+    grid = generator.grid_of(settings.size)
+    pairs = zip(asked, controls, strict=True)
+    return [read_hints(s, control, size, grid, flag) for (flag, s), control in pairs]
 
 
 def _ready_features(generator: Generator, settings: SampleConfig) -> Features | None:
@@ -137,20 +178,22 @@ def _ready_features(generator: Generator, settings: SampleConfig) -> Features | 
 
 
 def _labels(generator: Generator, settings: SampleConfig) -> list[int]:
-    """The classes to draw; of one known picture that is not every class there is."""
-    known = "image" if settings.known.image else "clip" if settings.known.clip else ""
-    if known and not settings.label and generator.class_count > 1:
-        raise UserError(f"--known.{known} needs --label, the class of what it shows: {generator.class_list}")
+    """The classes to draw; of one known picture or clip, or one map, that is not every class there is."""
+    if not settings.label and generator.class_count > 1:
+        known, flags = settings.known, ("known.image", "known.clip", "control")
+        for given, flag in zip((known.image, known.clip, settings.control.files), flags, strict=True):
+            if given:
+                raise UserError(f"--{flag} needs --label, the class of what it shows: {generator.class_list}")
     return [generator.label(name) for name in settings.label or range(min(generator.class_count, 8))]
 
 
-def _check_room(out: Path, total: int, side: int) -> None:
+def _check_room(out: Path, total: int, size: tuple[int, int]) -> None:
     """Refuses more images than the disk can hold, at the least that they take: a byte a pixel, a block of 4 KiB."""
-    needed, free = total * max(side * side, 4096), shutil.disk_usage(out).free
+    needed, free = total * max(size[0] * size[1], 4096), shutil.disk_usage(out).free
     if needed > free:
         raise UserError(
-            f"--num asks for {total} images of {side} x {side} px, which take {needed / 1e9:,.1f} GB or more; the disk "
-            f"of --out {out} has {free / 1e9:,.1f} GB free: lower --num, or choose an --out with more room"
+            f"--num asks for {total} images of {size[1]} x {size[0]} px, which take {needed / 1e9:,.1f} GB or more; "
+            f"the disk of --out {out} has {free / 1e9:,.1f} GB free: lower --num, or choose an --out with more room"
         )
 
 
@@ -160,32 +203,41 @@ def draw(
     settings: SampleConfig,
     known: tuple[Tensor, Tensor] | None,
     out: Path,
+    given: Sequence[Given] = (),
 ) -> str:
-    """Draws `settings.num` images of each label or row of features into `out`; returns a line about it.
+    """Draws `settings.num` images of each label or row of features, and each map, into `out`; returns a line about it.
 
     Single images are written batch by batch, so an interruption keeps what is done; the grid comes at the end.
     """
-    num, total = settings.num, len(asked) * settings.num
-    features, rows = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
-    about, sheet = describe(settings, generator) | _describe_known(settings.known), Sheet(len(asked), num)
+    features, ids = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
+    rows = [(i, c) for i in ids for c in range(len(given[0].maps) if given else 1)]  # label or text, and map
+    num, total = settings.num, len(rows) * settings.num
+    about = describe(settings, generator) | _describe_known(settings.known)
     about |= {"text": features.about} if features is not None else {}
-    batches, nfe, seconds, notes = 0, 0, 0.0, ""
+    about |= {flag: g.about for flag, g in zip(("control", "second"), given, strict=False)}
+    sheet = Sheet(len(rows), num, [to_uint8(given[0].maps[c]) for _, c in rows] if given else [])
+    for g in given:
+        save_maps(g, out)
+    made, nfe, seconds, notes = 0, 0, 0.0, ""
+    size = at_a_time(generator, settings, known, features, given)
 
     def progress(done: int, of: int) -> None:
-        step(batches * of + done, -(-total // settings.engine.batch) * of)
+        step(made + min(size, total - made) * done // of, total)
 
     with Progress("sampling") as step:
-        plan = ((rows[i // num], settings.seed + i) for i in range(total))
-        for images in stream(generator, plan, settings, known, progress, features):
-            save(images, out, about, settings.fps)
+        plan = ((rows[i // num][0], settings.seed + i) for i in range(total))
+        hints = (lambda part: [g.rows([rows[i // num][1] for i in part]) for g in given]) if given else None
+        for images in stream(generator, plan, settings, known, progress, features, hints, settings.size):
+            maps = [given[0].names[rows[i // num][1]] for i in range(made, made + len(images.seeds))] if given else None
+            save(images, out, about, maps, settings.fps)
             sheet.add(images)
-            batches, nfe, seconds = batches + 1, nfe + images.nfe, seconds + images.seconds
+            made, nfe, seconds = made + len(images.seeds), nfe + images.nfe, seconds + images.seconds
             notes = "".join(f", {k} {v}" for k, v in images.notes.items() if isinstance(v, int | float))
     sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
-    made = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
-    return f"{made} -> {out}/grid.png{beside}"
+    said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
+    return f"{said} -> {out}/grid.png{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
@@ -209,19 +261,27 @@ def _describe_known(known: KnownConfig) -> dict[str, Any]:
     return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
 
 
-def save(images: Images, out: Path, settings: dict[str, Any], fps: int = 8) -> None:
-    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`; each clip as MP4 and GIF of such a name."""
+def save(images: Images, out: Path, settings: dict[str, Any], maps: Sequence[str] | None = None, fps: int = 8) -> None:
+    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`, with its map's name before the seed; each
+    clip as MP4 and GIF of such a name."""
     settings = settings | ({"notes": images.notes} if images.notes else {})
-    rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, strict=True)
-    for i, (picture, asked, seed, nfe) in enumerate(rows):
-        about = {**asked, "seed": seed, "nfe": nfe, **settings}
-        path = out / f"{_stem(*asked.values())}_{seed:06d}.png"
+    names = [f"_{name}" for name in maps] if maps else [""] * len(images.seeds)
+    rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, names, strict=True)
+    for i, (picture, asked, seed, nfe, name) in enumerate(rows):
+        about = {**asked, "seed": seed, "nfe": nfe, **({"map": name[1:]} if name else {}), **settings}
+        path = out / f"{_stem(*asked.values())}{name}_{seed:06d}.png"
         if images.clips is None:
             _save_png(picture, path, about)
         else:
             said = json.dumps(about, sort_keys=True)
             write_mp4(path.with_suffix(".mp4"), images.clips[i], fps, said)
             write_gif(path.with_suffix(".gif"), images.clips[i], fps, said)
+
+
+def save_maps(given: Given, out: Path) -> None:
+    """Writes each control map as `control_MAP-HASH.png`."""
+    for name, values in zip(given.names, to_uint8(given.maps), strict=True):
+        _save_png(Image.fromarray(values.permute(1, 2, 0).numpy()), out / f"control_{name}.png", given.about)
 
 
 def asked_of(images: Images) -> list[dict[str, Any]]:
@@ -242,10 +302,11 @@ class Sheet:
 
     Args:
         rows, num: how many labels or prompts are drawn, and images of each, in this order.
+        maps: uint8 [3, H, W], what begins each row; or none.
     """
 
-    def __init__(self, rows: int, num: int) -> None:
-        self.num, self.seen = num, 0
+    def __init__(self, rows: int, num: int, maps: Sequence[Tensor] = ()) -> None:
+        self.num, self.seen, self.maps = num, 0, maps
         self.rows, self.columns = min(rows, GRID), min(num, max(1, GRID // rows))
         self.pixels: list[Tensor] = []
         self.asked: list[dict[str, Any]] = []
@@ -257,6 +318,8 @@ class Sheet:
         for pixels, asked, seed in zip(shown, asked_of(images), images.seeds, strict=True):
             row, column = divmod(self.seen, self.num)
             if row < self.rows and column < self.columns:
+                if self.maps and column == 0:
+                    self.pixels.append(self.maps[row])
                 self.pixels.append(pixels.clone())  # a view would keep its whole batch
                 self.asked.append(asked)
                 self.seeds.append(seed)
@@ -265,6 +328,8 @@ class Sheet:
     def save(self, path: Path, settings: dict[str, Any]) -> None:
         count = len(self.pixels)
         columns = self.columns if min(self.rows, self.columns) > 1 else max(min(count, 8), math.isqrt(count))
+        if self.maps:
+            columns = self.columns + 1
         picture = Image.fromarray(grid(torch.stack(self.pixels), columns))
         asked = {f"{kind}s": [a[kind] for a in self.asked] for kind in self.asked[0]}
         _save_png(picture, path, {**asked, "seeds": self.seeds, **settings})

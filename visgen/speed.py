@@ -17,6 +17,7 @@ from visgen import config as configs
 from visgen.decode.engine import Generation
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
+from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
 from visgen.generate import EngineConfig
 from visgen.metrics.timing import Stopwatch
@@ -25,25 +26,29 @@ from visgen.model import Model
 
 @dataclass(frozen=True)
 class Speed:
-    """A batch size measured. Seconds are of one decode of the whole batch, pixels apart; bytes are counted, not read
-    off the device.
+    """A batch size measured. Seconds are of one decode, pixels apart; bytes are counted, not read off the device.
 
     Attributes:
-        batch: images of one decode.
+        batch: images decoded at once.
+        images: of one decode; more than `batch` of them are taken on by rows as these finish (`decode/refill.py`).
         seconds: median over the repeats; first: the first decode, kernels compiled and graph captured.
+        begin: median seconds of what comes before a decode: the encoder of a control's maps, the slots of a prefix.
         nfe: backbone evaluations of all repeats' decodes, their mean; nfe_per_image: until an image is complete, mean.
         images_per_s: of the median; ms_per_step: mean.
-        floor: seconds at the bandwidth of a copy, for the steps of plain autoregression; fraction: floor / seconds.
+        floor: seconds at the bandwidth of a copy, for the steps of plain autoregression, batch by batch; fraction:
+            floor / seconds.
         peak_bytes: most that the allocator held during decodes, weights included; None off CUDA.
         over: peak_bytes over weights and cache.
         notes: what the sampler chose or counted in the last decode.
     """
 
     batch: int
+    images: int
     nfe: float
     nfe_per_image: float
     seconds: float
     first: float
+    begin: float
     images_per_s: float
     ms_per_step: float
     floor: float
@@ -67,8 +72,9 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
 
 def floor_bytes(model: Model, rows: int) -> int:
     """Bytes that decoding N tokens reads at least: all weights once a step, and the keys and values of the slots that
-    the step's token may see."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    the step's token may see. A control is read before."""
+    read = (p for name, p in model.named_parameters() if not name.startswith(("control.", "condition.control.")))
+    weights = sum(p.numel() * p.element_size() for p in read)
     cache = model.backbone.make_cache(1, torch.device("meta"), next(model.parameters()).dtype)
     slot = 2 * cache.keys[:, 0, :, 0].numel() * cache.keys.element_size()  # of one row
     prefix = model.condition.prefix
@@ -92,13 +98,16 @@ def measure(
     copy: float,
     repeats: int = 3,
     kernels: list[str] | None = None,
+    batches: int = 1,
+    control: bool = True,
 ) -> Speed:
-    """Decodes `batch` images `repeats` times after a first one.
+    """Decodes `batches` times `batch` images, `repeats` times after a first one.
 
     Args:
         model: class-conditional, where and in the precision that it shall run.
         copy: bytes a second, of `bandwidth`.
         kernels: gets a table of the kernels of one more decode.
+        control: decode a model that has a control under a map.
     """
     device = model.parameter_device()
     if device.type == "cuda":
@@ -106,29 +115,43 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     made = engine.make(model, guidance, warp)
     built = configs.build(sampler)
-    labels = torch.arange(batch, device=device) % model.config.condition.classes
+    images = batch * (batches if refillable(model, built) and model.controls is None else 1)
+    labels = torch.arange(images, device=device) % model.config.condition.classes
+
+    asked = {"label": labels}
+    if model.controls is not None and control:
+        frames, height, width = model.grid
+        asked["map"] = torch.rand(batch, frames, 3, 16 * height, 16 * width, device=device) * 2 - 1
+
+    watch = Stopwatch(device)
 
     def decode(first_seed: int) -> Generation:
-        seeds = torch.arange(first_seed, first_seed + batch, device=device)
-        made.begin({"label": labels})
-        return made.run(built, Noise(seeds))
+        noise = Noise(torch.arange(first_seed, first_seed + images, device=device))
+        if images > batch:
+            return refill(made, built, asked, noise, batch)
+        with watch.lap():
+            made.begin(asked)
+        return made.run(built, noise)
 
     first = decode(0).seconds
-    laps = [decode((i + 1) * batch) for i in range(repeats)]
+    laps = [decode((i + 1) * images) for i in range(repeats)]
+    begin = statistics.median([seconds for seconds, _ in watch.laps[1:]] or [0.0])
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if kernels is not None:
         kernels.append(_kernels(lambda: decode(0), device))
     seconds, rows = statistics.median(lap.seconds for lap in laps), batch * guidance.branches
     nfe = statistics.mean(lap.nfe for lap in laps)
-    floor = floor_bytes(model, rows) / copy
+    floor = floor_bytes(model, rows) / copy * images / batch
     held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
     return Speed(
         batch=batch,
+        images=images,
         nfe=nfe,
         nfe_per_image=statistics.mean(lap.nfe_per_image.float().mean().item() for lap in laps),
         seconds=seconds,
         first=first,
-        images_per_s=batch / seconds,
+        begin=begin,
+        images_per_s=images / seconds,
         ms_per_step=1e3 * sum(lap.seconds for lap in laps) / (nfe * repeats),
         floor=floor,
         fraction=floor / seconds,
@@ -141,15 +164,16 @@ def measure(
 def table(rows: list[Speed]) -> str:
     """Markdown."""
     out = [
-        "| batch | s/batch | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| batch | images | s | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s | "
+        "begin s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         peak, over = ("", "") if r.peak_bytes is None else (f"{r.peak_bytes / 2**20:.0f}", f"{r.over:.1%}")
         out.append(
-            f"| {r.batch} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe:g} | "
+            f"| {r.batch} | {r.images} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe:g} | "
             f"{r.nfe_per_image:.1f} | {r.floor:.4f} | "
-            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} |"
+            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} | {r.begin:.4f} |"
         )
     return "\n".join(out)
 

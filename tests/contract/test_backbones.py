@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visgen.backbones import Backbone
 from visgen.conditions import Prefix
-from visgen.config import build, implementation, plugin_config
+from visgen.config import UserError, build, implementation, plugin_config
 from visgen.layout import Layout
 
 PACKAGE = "backbones"
@@ -120,3 +120,45 @@ def test_rows_are_independent(kind: str, small: Callable[..., Any]) -> None:
         both = backbone(TOKENS, None, cond=cond)
         alone = backbone(TOKENS[1:], None, cond=Prefix(cond.vectors[1:]))
     assert torch.allclose(both[1:], alone, atol=1e-5)
+
+
+def test_control_is_added_to_the_slot_that_predicts(kind: str, small: Callable[..., Any]) -> None:
+    backbone = made(small, kind)
+    cond, control = prefix(backbone), torch.randn(3, B, 6, backbone.width)
+    with torch.no_grad():
+        plain = backbone(TOKENS, None, cond=cond)
+        assert torch.equal(backbone(TOKENS, None, cond=cond, control=torch.zeros_like(control)), plain)
+        whole = backbone(TOKENS, None, cond=cond, control=control)
+        if torch.equal(whole, plain):
+            pytest.skip("it takes no control")
+        for k in range(6):
+            one = torch.zeros_like(control)
+            one[:, :, k] = control[:, :, k]
+            after = backbone(TOKENS, None, cond=cond, control=one)
+            assert torch.equal(after[:, : P - 1 + k], plain[:, : P - 1 + k])
+            assert not torch.allclose(after[:, P - 1 + k], plain[:, P - 1 + k], atol=1e-3)
+        cache = backbone.make_cache(B, torch.device("cpu"), torch.float32)
+        before = torch.cat([torch.full((B, P), 7), TOKENS], 1)
+        parts = []
+        for start, end in ((0, 1), (1, 3), (3, 8)):
+            pos = torch.arange(start, end).expand(B, -1)
+            parts.append(backbone(before[:, start:end], pos, cond=cond, control=control, cache=cache))
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-5)
+
+
+def test_another_grid_shares_the_weights_or_is_refused(kind: str, small: Callable[..., Any]) -> None:
+    backbone, layout = made(small, kind), Layout.raster((1, 3, 2)).with_prefix(P)
+    try:
+        other = backbone.at(layout)
+    except UserError as error:
+        assert "leave size out" in str(error)
+        return
+    assert all(a is b for a, b in zip(other.parameters(), backbone.parameters(), strict=True))
+    built = build(small(PACKAGE, kind), layout, VOCAB).eval()
+    built.load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        found, own = (b(TOKENS, None, cond=prefix(backbone)) for b in (other, backbone))
+        assert torch.equal(found, built(TOKENS, None, cond=prefix(backbone))) and not torch.allclose(
+            found, own, atol=1e-3
+        )
+    assert backbone.layout is LAYOUT

@@ -16,12 +16,13 @@ BATCH = {
     "label": torch.tensor([0, 1, 2, 1]),
     "text": torch.randn(B, 5, 24, generator=torch.Generator().manual_seed(0)),
     "text_mask": torch.arange(5) >= torch.tensor([[0], [3], [4], [1]]),
+    "map": torch.randn(B, 1, 3, 8, 12, generator=torch.Generator().manual_seed(1)),
 }
 
 
 def made(small: Callable[..., Any], kind: str) -> Condition:
     torch.manual_seed(0)
-    return build(small(PACKAGE, kind, tokens=5, channels=24), WIDTH).eval()
+    return build(small(PACKAGE, kind, tokens=5, channels=24, grid=(1, 2, 3)), WIDTH).eval()
 
 
 def test_form(kind: str, check_form: Callable[[str, str], None]) -> None:

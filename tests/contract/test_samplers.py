@@ -119,12 +119,12 @@ def test_a_complete_row_stays_as_it_is(kind: str, made: Callable[[str], Any], en
         state = sampler.init(engine, noise)
         if sampler.done(state) is None:
             return
-        while not sampler.done(state):
+        while not sampler.done(state).all():
             sampler.iterate(state, engine.forward, noise)
         before = state.tokens.clone(), state.rounds.clone()
         for _ in range(3):
             sampler.iterate(state, engine.forward, noise)
-    assert torch.equal(state.tokens, before[0]) and torch.equal(state.rounds, before[1]) and sampler.done(state)
+    assert torch.equal(state.tokens, before[0]) and torch.equal(state.rounds, before[1]) and sampler.done(state).all()
 
 
 def test_an_image_does_not_depend_on_its_company(kind: str, made: Callable[[str], Any], engine: Engine) -> None:

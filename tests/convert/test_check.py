@@ -119,7 +119,7 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, capsys: pytest.Captu
     config = json.dumps({"block_size": 16})
     bare = edited("llamagen_c2i_a", tmp_path / "b.safetensors", lambda t: None, {"config": config})
     for argv, message in (
-        ([foreign], r"error: origin 'var' cannot be checked; supported: acdit, llamagen_gpt, llamagen_vq"),
+        ([foreign], r"error: origin 'var' cannot be checked; supported: acdit, controlar, llamagen_gpt, llamagen_vq"),
         ([str(tmp_path / "cut.safetensors")], "is truncated or not a safetensors file"),
         ([str(tmp_path / "none")], "does not exist"),
         ([bare], "lacks what llamagen_gpt needs: 'n_head'"),

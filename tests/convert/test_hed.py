@@ -98,7 +98,7 @@ def test_command_line(monkeypatch, tmp_path, capsys):
     with safe_open(out, "pt") as file:
         assert file.metadata()["origin"] == "hed"
         assert file.get_tensor("blocks.0.0.weight").dtype == torch.bfloat16
-    with pytest.raises(UserError, match="unknown origin 'hd'; allowed: acdit, hed"):
+    with pytest.raises(UserError, match="unknown origin 'hd'; allowed: acdit, controlar, hed"):
         main(["hd", "a", "b"])
     with pytest.raises(UserError, match="IN and OUT are needed"):
         main(["hed", "a"])

@@ -307,8 +307,34 @@ def test_a_damaged_set_is_named(tmp_path, damage):
     one_line(error, str(root), "build it again")
 
 
+def test_evenly_draws_each_concept_as_often_as_any_other(train):
+    data = make(evenly=True)
+    concepts = len(train.bases())
+    assert len(data) == len(train) and torch.equal(data.labels, train.labels), "what is looked up stays the same"
+    rng = np.random.default_rng(0)
+    people = {}
+    for share in (0.0, 0.5, 1.0):
+        data = make(evenly=True, base_share=share)
+        pictures = {data._pixels[i].numpy().tobytes(): i for i in range(len(data))}
+        drawn = [pictures[data.get(i, rng)["pixels"].numpy().tobytes()] for i in range(concepts)]
+        assert len(set(train.concepts[drawn].tolist())) == concepts
+        of_people = [i for i in drawn if train.labels[i] == 1]
+        people[share] = sum(i in train.bases() for i in of_people) / len(of_people)
+    assert people[0.0] < 0.4 < people[0.5] < 0.8 < people[1.0] == 1
+    held_out = make("held_out", evenly=True)
+    assert torch.equal(held_out.get(3, rng)["pixels"][0], held_out._pixels[3])
+
+
 @pytest.mark.parametrize(
-    "options", [{"shift": -1}, {"shift": 40}, {"scale": 0.6}, {"jitter": -0.1}, {"styles": ("fluent", "fluent")}]
+    "options",
+    [
+        {"base_share": 0.5},
+        {"shift": -1},
+        {"shift": 40},
+        {"scale": 0.6},
+        {"jitter": -0.1},
+        {"styles": ("fluent", "fluent")},
+    ],
 )
 def test_values_out_of_range(options):
     with pytest.raises(UserError, match=f"data.{next(iter(options))}"):

@@ -123,6 +123,15 @@ def test_three_styles_have_one_split_and_lossless_small_pictures(packages, tmp_p
     alone = both(out, styles=("twemoji",), classes="subcategory")
     assert all(set(d.styles) <= {"twemoji"} for d in alone)
     assert {d.classes[k] for d in alone for k in d.labels.tolist()} >= {"country-flag", "office", "person-role"}
+    kept = both(out, concepts_of="fluent")
+    shared = {k for (style, _), k in of.items() if style == "fluent"}
+    assert (
+        {(s, n): k for d in kept for s, n, k in zip(d.styles, d.names, d.concepts.tolist(), strict=True)}
+        == {key: k for key, k in of.items() if k in shared}
+        != of
+    )
+    names = [name for d in both(out, concepts_of="noto", styles=("fluent",)) for name in d.names]
+    assert names and not any("tiger" in name for name in names), "a style that is not used may say what is left out"
 
 
 def test_the_command(packages, tmp_path):

@@ -106,7 +106,7 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
     engine.begin({"label": LABELS})
     engine.run(sampler, noise)
     with torch.inference_mode():
-        _, step = engine.prepared(sampler, noise)
+        _, step, _ = engine.prepared(sampler, noise)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(sampler.iterations(engine)):
@@ -114,7 +114,7 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with torch.inference_mode():
-        _, step = engine.prepared(sampler, noise)
+        _, step, _ = engine.prepared(sampler, noise)
     before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
     for _ in range(sampler.iterations(engine)):
         step()

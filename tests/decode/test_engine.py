@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visgen import config as configs
 from visgen.conditions import Condition, Prefix
-from visgen.decode.engine import POLL, Engine, _Flag
+from visgen.decode.engine import POLL, Engine, Looks
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
@@ -298,30 +298,34 @@ def test_known_tokens_are_certain_in_the_law(make_model: MakeModel) -> None:
     assert torch.equal(probs[~mask], free.softmax(-1)[~mask])
 
 
-class Late(_Flag):
-    """A GPU's flag without a GPU: what is copied is there at once, or the event has yet to come."""
+class Late(Looks):
+    """A GPU's flags without a GPU: what is copied is there at once, or the event has yet to come."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cuda"))
         self.waits = 0
 
-    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
-        return flag.clone(), self
+    def _copied(self, flags: Tensor) -> tuple[Tensor, Any]:
+        return flags.clone(), self
 
     def synchronize(self) -> None:
         self.waits += 1
 
 
 def test_a_gpu_is_asked_seldom_and_answers_late() -> None:
-    flag, asked = Late(), []
+    looks, asked = Late(), []
 
     def done(launched: int) -> Tensor:
         asked.append(launched)
-        return torch.tensor(launched >= 6)
+        return torch.tensor([launched >= 6, launched >= 3])
 
-    over = next(k for k in range(1, 99) if flag.seen(k, lambda k=k: done(k)))
-    assert asked == [POLL, 2 * POLL, 3 * POLL] and over == 3 * POLL, "complete at 6, copied at 8, known at 12"
-    assert flag.waits == 2 and not Late().seen(POLL, lambda: None)
+    seen = [(k, look) for k in range(1, 3 * POLL + 1) if (look := looks.at(k, lambda k=k: done(k))) is not None]
+    assert asked == [POLL, 2 * POLL, 3 * POLL]
+    assert [(k, when, flags.tolist()) for k, (when, flags) in seen] == [
+        (2 * POLL, POLL, [False, True]),
+        (3 * POLL, 2 * POLL, [True, True]),
+    ]
+    assert looks.waits == 2 and Late().at(POLL, lambda: None) is None
 
 
 def test_progress_is_reported_after_every_iteration(make_model: MakeModel) -> None:

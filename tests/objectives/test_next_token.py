@@ -99,7 +99,7 @@ def test_dropped_labels_change_their_rows_alone(objective: NextToken) -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.1, 1.0])
 def test_labels_are_dropped_at_the_conditions_rate_by_the_given_generator(rate: float) -> None:
     objective, seen = NextToken(config(rate)), []
-    nets: Any = {"model": lambda tokens, batch, drop: seen.append(drop)}
+    nets: Any = {"model": lambda tokens, batch, drop, **_: seen.append(drop)}
     for generator in (rng(), rng(), torch.Generator().manual_seed(1)):
         objective.loss("model", nets, batch_of(4000), 0, generator)
     assert float(seen[0].float().mean()) == pytest.approx(rate, abs=0.02 * (0 < rate < 1))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visgen.checks import UserError
 from visgen.conditions import Prefix
 from visgen.layout import Grid, Layout
 from visgen.nn.cache import KVCache
@@ -30,9 +31,10 @@ class Backbone(nn.Module, ABC):
     sampler: str = "ar"
 
     @classmethod
-    def arrange(cls, config: Any, grid: Grid, prefix: int) -> Layout:
-        """The layout that a backbone of `config` wants for tokens of `grid` under a condition of `prefix` slots."""
-        return Layout.raster(grid).with_prefix(prefix)
+    def arrange(cls, config: Any, grid: Grid, prefix: int, coords: Tensor | None = None) -> Layout:
+        """The layout that a backbone of `config` wants for tokens of `grid` under a condition of `prefix` slots, with
+        coords [P, 3] where they are of places."""
+        return Layout.raster(grid).with_prefix(prefix, coords)
 
     @abstractmethod
     def forward(
@@ -52,19 +54,30 @@ class Backbone(nn.Module, ABC):
             pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
             cond: condition slots [B, P, D].
             level: time of noised tokens, 0 (clean) to 1000; below 0: the window is clean.
-            control: spatial control, per injected layer.
+            control: [J, B, N, D], what is added to the slot that predicts token k before each of J layers, evenly
+                over the depth (`nn/control.py`); None adds nothing.
             cache: keys and values of earlier slots; the window's own are written into it.
 
         Returns:
             h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
         """
 
+    def at(self, layout: Layout) -> Backbone:
+        """The same weights, not copied, over the slots of another grid.
+
+        Raises:
+            UserError: its weights are of one grid.
+        """
+        raise UserError(
+            f"a {type(self).__name__} draws images of the size that it was trained at alone; leave size out"
+        )
+
     @abstractmethod
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         """An empty cache for `rows` sequences."""
 
-    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache], Tensor] | None:
+    def fused(self) -> Callable[[Tensor, Tensor, Prefix, KVCache, Tensor | None], Tensor] | None:
         """A faster twin of `forward` for windows on a GPU, or None: `(tokens [B, N], index [B, W], cond of K B rows,
-        cache) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B. The condition
-        is in the weights' type, and contiguous. It shares the weights, which must not move."""
+        cache, control) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B.
+        Condition and control are in the weights' type, and contiguous. It shares the weights, which must not move."""
         return None

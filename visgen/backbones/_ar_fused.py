@@ -13,14 +13,17 @@ from torch import Tensor
 
 from visgen.conditions import Prefix
 from visgen.nn.cache import KVCache
+from visgen.nn.control import places
 from visgen.nn.fused.attention import check_head_dim, decode_attention, reach_of
+from visgen.nn.fused.control import add_control
 from visgen.nn.fused.embed import embed
 from visgen.nn.fused.linear import Workspace, linear, rms_norm
 from visgen.nn.rope import rope_2d
 
 
 class FusedAR:
-    """`(tokens [B, N], index [B, W], cond, cache) -> h [R, W, D]`, as `ARTransformer.forward` on every row.
+    """`(tokens [B, N], index [B, W], cond, cache, control [J, R, N, D]) -> h [R, W, D]`, as `ARTransformer.forward` on
+    every row.
 
     Args:
         net: an `ARTransformer` in eval mode.
@@ -41,15 +44,21 @@ class FusedAR:
         self.workspace = Workspace(device)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, index: Tensor, cond: Prefix, cache: KVCache) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, index: Tensor, cond: Prefix, cache: KVCache, control: Tensor | None = None
+    ) -> Tensor:
         net, ws, eps = self.net, self.workspace, self.eps
         visible = None if cond.visible is None else cond.visible.view(torch.uint8)
         given, pos = embed(tokens, index, net.tok_embeddings.weight, cond.vectors)
         x = given.flatten(0, 1)  # [R W, D]
         mixed = torch.empty_like(x)
+        where = [] if control is None else places(len(control), len(net.layers))
         block: Any
         for i, block in enumerate(net.layers):
             attn, mlp = block.attention, block.feed_forward
+            for j, place in enumerate(where):
+                if place == i:
+                    add_control(given, control[j], index)  # type: ignore[index]  # x is a view of it
             qkv = linear(x, attn.wqkv.weight, ws, gain=block.attention_norm.weight, eps=eps)
             keys, values = cache.keys[i], cache.values[i]
             decode_attention(qkv, self.rotation, keys, values, pos, self.group, self.reach, visible, mixed)

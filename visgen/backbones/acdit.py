@@ -92,7 +92,7 @@ class ACDiT(Backbone):
         self._init()
 
     @classmethod
-    def arrange(cls, config: Config, grid: Grid, prefix: int) -> Layout:
+    def arrange(cls, config: Config, grid: Grid, prefix: int, coords: Tensor | None = None) -> Layout:
         """Blocks of the grid; the condition is no slot but modulates the noised tokens."""
         if prefix != 1:
             raise UserError(

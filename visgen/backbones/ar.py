@@ -5,6 +5,7 @@ Pre-norm blocks x + Attn(rms(x)), x + SwiGLU(rms(x)); 2-D rotary positions whose
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
 from visgen.nn.cache import KVCache
+from visgen.nn.control import at_slots, places
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
@@ -38,6 +40,8 @@ class Config:
         token_dropout: dropout on the input embeddings, prefix included.
         residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
+        rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
+            its true one: ControlAR's weights of many resolutions have 48.
     """
 
     layers: Depth = 12
@@ -51,6 +55,7 @@ class Config:
     residual_dropout: Rate = 0.1
     mlp_dropout: Rate = 0.1
     drop_path: Rate = 0.0
+    rope_columns: Positive | None = None
 
 
 class ARTransformer(Backbone):
@@ -63,13 +68,27 @@ class ARTransformer(Backbone):
         self.config, self.layout, self.width = config, layout, config.width
         check_heads(config.width, config.heads, config.kv_heads)
         check_head_dim(config.width // config.heads)
-        self.register_buffer("coords", layout.coords, persistent=False)
+        self.register_buffer("coords", self._positions(layout), persistent=False)
         self.tok_embeddings = nn.Embedding(vocab, config.width)
         self.dropout = nn.Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
         self.layers = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.apply(_init)
+
+    def _positions(self, layout: Layout) -> Tensor:
+        """[S, 3]."""
+        coords, columns = layout.coords.clone(), self.config.rope_columns
+        if columns is not None:
+            k = torch.arange(layout.tokens, device=coords.device)
+            coords[layout.prefix :, 1], coords[layout.prefix :, 2] = k // columns, k % columns
+        return coords
+
+    def at(self, layout: Layout) -> ARTransformer:
+        other = copy.copy(self)
+        other.layout = layout
+        other._buffers = {**self._buffers, "coords": self._positions(layout).to(self.coords.device)}
+        return other
 
     def forward(
         self,
@@ -86,7 +105,16 @@ class ARTransformer(Backbone):
         rotation = rope_2d(coords, self.width // self.config.heads, self.config.rope_base)
         mask = self.mask(x, pos, cond)
         x = self.dropout(x)
+        where: list[int] = []
+        if control is not None:
+            where, control = (
+                places(len(control), len(self.layers)),
+                at_slots(control, pos, self.layout.prefix, x.shape[1]),
+            )
         for i, block in enumerate(self.layers):
+            for j, place in enumerate(where):
+                if place == i:
+                    x = x + control[j]  # type: ignore[index]
             x = block(x, rotation, mask, pos, cache, i)
         return self.norm(x)
 

@@ -28,9 +28,11 @@ class Condition(nn.Module, ABC):
 
     Attributes:
         prefix: number P of slots.
+        coords: [P, 3] int64 (t, y, x), of slots that stand for places of the image; None: no slot does.
     """
 
     prefix: int
+    coords: Tensor | None = None
 
     @abstractmethod
     def forward(self, batch: Mapping[str, Any], drop: Tensor | None = None) -> Prefix:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from visgen.checks import Positive, Share
 from visgen.conditions import Condition, Prefix
 from visgen.config import UserError
+from visgen.nn.mlp import Projection
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,6 @@ class Text(Condition):
     def _null_vectors(self) -> Tensor:
         """[P, D]."""
         return self.cap_proj(self.uncond_embedding.to(self.cap_proj.fc1.weight.dtype))
-
-
-class Projection(nn.Module):
-    """fc2(gelu(fc1 x)) with the tanh form of GELU and no biases: zero features stay zero."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(channels, width, bias=False)
-        self.fc2 = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., C] -> [..., D]
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class Config:
 
 def convert(config: Config) -> str:
     """Reads, checks and writes the weights; `out` is untouched unless all of them fit."""
-    path = _file(config.source)
+    path = weights_file(config.source)
     kind, found = read(path)
     out = Path(config.out)
     require_new(out)
@@ -74,7 +74,7 @@ def convert(config: Config) -> str:
                 f"{path}: its resolution is neither in the tensors nor in the name; "
                 f"pass --resolution, one of {', '.join(map(str, RESOLUTIONS))} for published files"
             )
-        beside = None if config.tokenizer is None else _tokenizer(config.tokenizer, said)
+        beside = None if config.tokenizer is None else tokenizer_for(config.tokenizer, said)
         grid = (1, said // STRIDE, said // STRIDE) if beside is None else beside.grid
         if beside is None and said % STRIDE:
             raise UserError(f"resolution {said} is no multiple of {STRIDE}; pass the tokenizer with --tokenizer")
@@ -286,7 +286,7 @@ def read(path: Path) -> tuple[str, dict[str, Tensor]]:
     )
 
 
-def _file(source: str) -> Path:
+def weights_file(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         inside = path / "consolidated.pth"
@@ -320,14 +320,14 @@ def _check_stride(name: str, stride: int) -> None:
         raise UserError(f"{name} says stride {said[1]}, its tensors have stride {stride}; it is another file")
 
 
-def _tokenizer(source: str, size: int) -> Tokenizer:
+def tokenizer_for(source: str, size: int) -> Tokenizer:
     """A tokenizer for images of `size`, of a converted one or of LlamaGen's file."""
     path = Path(source)
     ours = path.is_dir() and not (path / "consolidated.pth").is_file()
     if not ours and path.is_file() and path.suffix == ".safetensors":
         ours = checkpoint.read_metadata(path).get("format") == checkpoint.FORMAT
     if not ours:
-        kind, found = read(_file(source))
+        kind, found = read(weights_file(source))
         if kind != "vq":
             raise UserError(f"--tokenizer {source} is a GPT; pass a VQ file, such as vq_ds16_c2i.pt")
         made = vq(found, size, source)

@@ -51,23 +51,31 @@ def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
     return image.convert("RGB")
 
 
-def resize_adm(image: Image.Image, size: int) -> Image.Image:
-    """Resizes the shorter side to `size` as ADM does: BOX halvings, then one BICUBIC step."""
+def resize_adm(image: Image.Image, size: int, exact: bool = False) -> Image.Image:
+    """Resizes the shorter side to `size` as ADM does: BOX halvings, then one BICUBIC step.
+
+    Args:
+        exact: keep the pixels' values, as maps of edges and labels need: one NEAREST step to the same size.
+    """
+    if exact:
+        like = resize_adm(Image.new("1", image.size), size)  # the halvings round, so the size is theirs to say
+        return image.resize(like.size, Image.Resampling.NEAREST)
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = size / min(image.size)
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
 
 
-def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """ADM's centre crop to `size` x `size`."""
-    image = resize_adm(image, size)
+def center_crop(image: Image.Image, size: int, exact: bool = False) -> Image.Image:
+    """ADM's centre crop to `size` x `size`; `exact` as in `resize_adm`."""
+    image = resize_adm(image, size, exact)
     return _crop(image, (image.width - size) // 2, (image.height - size) // 2, size)
 
 
-def random_crop(image: Image.Image, size: int, rng: np.random.Generator) -> Image.Image:
-    """LlamaGen's random crop: the shorter side drawn in [size, ceil(size / 0.8)], then a uniform position."""
-    image = resize_adm(image, int(rng.integers(size, math.ceil(size / 0.8), endpoint=True)))
+def random_crop(image: Image.Image, size: int, rng: np.random.Generator, exact: bool = False) -> Image.Image:
+    """LlamaGen's random crop: the shorter side drawn in [size, ceil(size / 0.8)], then a uniform position; `exact` as
+    in `resize_adm`."""
+    image = resize_adm(image, int(rng.integers(size, math.ceil(size / 0.8), endpoint=True)), exact)
     left = int(rng.integers(0, image.width - size, endpoint=True))
     top = int(rng.integers(0, image.height - size, endpoint=True))
     return _crop(image, left, top, size)

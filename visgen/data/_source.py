@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -50,9 +51,16 @@ class ImageConfig:
 
 
 class ImageData(Data):
-    """Image files by index. A subclass sets `classes`, calls `_index` and implements `_file` and `_name`."""
+    """Image files by index. A subclass sets `classes`, calls `_index` and implements `_file` and `_name`; one that sets
+    `has_maps` also `_map_file`, and its samples then have a control `map` uint8 [1, 3, H, W], cropped as their pixels.
+
+    Attributes:
+        read_map: how a map's file becomes uint8 [3, H, W], which a kind of control knows; None: as a picture.
+    """
 
     config: ImageConfig
+    has_maps: bool = False
+    read_map: Callable[[Path], Tensor] | None = None
 
     def __init__(self, config: ImageConfig, split: Split) -> None:
         if config.image_size < 1:
@@ -81,28 +89,52 @@ class ImageData(Data):
         return int(self._unreadable.sum())
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
-        image, label = self._read(index)
+        image, index = self._read(index)
         augment = rng if self.split == "train" else None
+        again = copy.deepcopy(augment)  # a map is cropped and mirrored by the same draws
+        sample = {"pixels": to_pixels(self._shown(image, augment)), "label": int(self.labels[index])}
+        if self.has_maps:
+            sample["map"] = to_pixels(self._shown(self._map(index, image.size), again, exact=True))
+        return sample
+
+    def _shown(self, image: Image.Image, augment: np.random.Generator | None, exact: bool = False) -> Image.Image:
+        """The square that training sees of an image, or of its map."""
         if augment is not None and self.config.crop == "random":
-            image = random_crop(image, self.config.image_size, augment)
+            image = random_crop(image, self.config.image_size, augment, exact)
         else:
-            image = center_crop(image, self.config.image_size)
-        if augment is not None and self.config.hflip and augment.random() < 0.5:
-            image = ImageOps.mirror(image)
-        return {"pixels": to_pixels(image), "label": label}
+            image = center_crop(image, self.config.image_size, exact)
+        mirrored = augment is not None and self.config.hflip and augment.random() < 0.5
+        return ImageOps.mirror(image) if mirrored else image
+
+    def _map(self, index: int, size: tuple[int, int]) -> Image.Image:
+        """The control map of an image, at the image's size."""
+        path = self._map_file(index)
+        try:
+            if self.read_map is None:
+                picture = read_image(path, "black")
+            else:
+                picture = Image.fromarray(self.read_map(path).permute(1, 2, 0).contiguous().numpy())
+        except UserError as error:
+            raise SampleError(str(error)) from None
+        except UNREADABLE as error:
+            raise SampleError(f"control map {path} cannot be read ({' '.join(str(error).split())})") from None
+        return picture.resize(size, Image.Resampling.NEAREST)
+
+    def _map_file(self, index: int) -> Path:
+        raise NotImplementedError("a source that has_maps says where they lie")
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
         if kind != "ten_crop":
             return super().views(indices, kind, ranges)
         pixels, labels = [], []
         for index in indices:
-            image, label = self._read(int(index))
+            image, found = self._read(int(index))
             pixels.append(stack_pixels([v for r in ranges for v in ten_crop(image, self.config.image_size, r)]))
-            labels.append(label)
+            labels.append(int(self.labels[found]))
         return {"pixels": torch.stack(pixels), "label": torch.tensor(labels)}
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
-        """The image at `index`, or in its place the first readable one after it; with that image's label."""
+        """The image at `index`, or in its place the first readable one after it; and the index of that."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         for step in range(min(len(self), PATIENCE)):
@@ -110,7 +142,7 @@ class ImageData(Data):
             if self._unreadable[i]:
                 continue
             try:
-                return read_image(self._file(i)), int(self.labels[i])
+                return read_image(self._file(i)), i
             except UNREADABLE as error:
                 text = f"image {self._name(i)} cannot be read ({' '.join(str(error).split())})"
                 if self.config.on_error == "stop":

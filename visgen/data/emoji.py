@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visgen.checks import Share
 from visgen.config import UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
@@ -49,9 +50,13 @@ class Config:
     """What a label is. style_category: the categories of each style are classes of their own."""
     variants: Literal["all", "base"] = "all"
     """base: one picture per concept and style, without skin tone and of neutral gender where there is one."""
+    concepts_of: Style | None = None
+    """Leave out what this style of the set does not draw: country flags and families, of `fluent`."""
     evenly: bool = False
     """Train on every concept equally often, whatever the number of its variants: a training picture is a random variant
     of its concept in its style. Otherwise people, with their skin tones and professions, are most of the pictures."""
+    base_share: Share = 0.0
+    """With `evenly`: the share of pictures that are their concept's base, what `variants: base` keeps, in any case."""
     hflip: bool = False
     """Mirror half of the training images, except flags, symbols and others that a mirror makes wrong."""
     shift: int = 0
@@ -84,14 +89,16 @@ class Emoji(Data):
             raise UserError(f"data.shift {config.shift} must lie in 0..{side // 2}, half of the picture")
         self.image_size = (side, side)
         styles = config.styles or tuple(index["styles"])
-        missing = [style for style in styles if style not in index["styles"]]
+        wanted = (*styles, *([config.concepts_of] if config.concepts_of else ()))
+        missing = [style for style in wanted if style not in index["styles"]]
         if missing:
             raise UserError(
                 f"data.styles: {root} holds {', '.join(index['styles'])}, not {', '.join(missing)}; build another set: "
-                f"python -m visgen.data.emoji --out data_cache/emoji3 --styles {' '.join(styles)}"
+                f"python -m visgen.data.emoji --out data_cache/emoji3 --styles {' '.join(dict.fromkeys(wanted))}"
             )
         table = _Table(index)
-        chosen = {style: self._choose(np.array(index["styles"][style]["pictures"]), table) for style in styles}
+        drawn = {style: np.array(index["styles"][style]["pictures"]) for style in dict.fromkeys(wanted)}
+        chosen = {style: self._choose(drawn[style], table, drawn.get(config.concepts_of)) for style in styles}
         pictures = [_pictures(root, style, index)[chosen[style][0]] for style in styles]
         self._pixels = torch.from_numpy(np.concatenate(pictures).transpose(0, 3, 1, 2).copy())  # [n, 3, H, W] uint8
         numbers = np.concatenate([chosen[style][1] for style in styles])  # [n] positions in the table
@@ -103,9 +110,12 @@ class Emoji(Data):
         self._variants = _groups(style_of, self.concepts.numpy())
         self._label(config.classes, styles, style_of, table, numbers)
 
-    def _choose(self, pictures: np.ndarray, table: _Table) -> tuple[np.ndarray, np.ndarray]:
-        """Of the pictures of a style, those of this split: places in its sheets, and positions in the table."""
+    def _choose(self, pictures: np.ndarray, table: _Table, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Of the pictures of a style, those of this split, and of concepts of `allowed` ones: places in its sheets, and
+        positions in the table."""
         keep = table.held_out[pictures] == (self.split == "held_out")
+        if allowed is not None:
+            keep &= np.isin(table.concepts[pictures], table.concepts[allowed])
         if self.config.variants == "base":
             keep &= _firsts(table.concepts[pictures])
         return np.flatnonzero(keep), pictures[keep]
@@ -125,7 +135,8 @@ class Emoji(Data):
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
         if rng is not None and self.split == "train" and self.config.evenly:
-            index = int(rng.choice(self._variants[index % len(self._variants)]))
+            variants = self._variants[index % len(self._variants)]
+            index = int(variants[0] if rng.random() < self.config.base_share else rng.choice(variants))
         pixels = self._pixels[index]
         if rng is not None and self.split == "train":
             pixels = self._augment(pixels, bool(self._mirror[index]), rng)
@@ -168,7 +179,7 @@ class Emoji(Data):
 
 
 def _groups(styles: np.ndarray, concepts: np.ndarray) -> list[np.ndarray]:
-    """The indices of each concept's variants in one style."""
+    """The indices of each concept's variants in one style, its base first."""
     _, group, counts = np.unique(np.stack([styles, concepts]), axis=1, return_inverse=True, return_counts=True)
     return np.split(np.argsort(group, kind="stable"), np.cumsum(counts)[:-1])
 
@@ -222,6 +233,8 @@ def _check(config: Config) -> None:
     for name in ("scale", "jitter"):
         if not 0 <= (value := getattr(config, name)) <= 0.5:
             raise UserError(f"data.{name} {value} must lie in [0, 0.5]")
+    if config.base_share and not config.evenly:
+        raise UserError(f"data.base_share {config.base_share} acts on concepts drawn evenly; add --data.evenly true")
     if len(set(config.styles)) < len(config.styles):
         raise UserError(f"data.styles {' '.join(config.styles)} names a style twice")
 

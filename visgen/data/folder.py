@@ -28,6 +28,8 @@ HELD_OUT_NAMES = ("held_out", "val", "test")
 class Config(ImageConfig):
     root: Path = Path("data")
     """Folder with one sub-folder of images per class, or with train/ and held_out/ (val/, test/) of that layout."""
+    maps: Path | None = None
+    """Folder of control maps: of each image one under the same path, whatever the suffix (`python -m visgen.maps`)."""
 
 
 class Folder(ImageData):
@@ -52,6 +54,10 @@ class Folder(ImageData):
         if parts["train"] == parts["held_out"]:
             kept = split_by_name(paths, config.held_out_fraction, split, f"data.root {root}")
             paths, labels = [paths[i] for i in kept], [labels[i] for i in kept]
+        if config.maps is not None:
+            maps = Path(config.maps).expanduser() / parts[split].relative_to(root)
+            self._map_root, self.has_maps = os.fsencode(maps), True
+            self._maps = np.array(_maps(maps, paths, parts[split]), dtype=np.bytes_)
         self._paths = np.array(paths, dtype=np.bytes_)  # one block: a list's reference counts would copy it per worker
         self._index(labels)
 
@@ -60,6 +66,9 @@ class Folder(ImageData):
 
     def _name(self, index: int) -> str:
         return os.fsdecode(os.path.join(self._root, self._paths[index].item()))
+
+    def _map_file(self, index: int) -> Path:
+        return Path(os.fsdecode(os.path.join(self._map_root, self._maps[index].item())))
 
 
 def _parts(root: Path) -> dict[Split, Path]:
@@ -102,6 +111,30 @@ def _walk(folder: Path, relative_to: Path) -> Iterator[bytes]:
         for name in files:
             if _is_image(os.fsdecode(name)):
                 yield name if inside == b"." else os.path.join(inside, name)
+
+
+def _maps(folder: Path, images: list[bytes], beside: Path) -> list[bytes]:
+    """The path in `folder` of each image's map.
+
+    Raises:
+        UserError: no such folder, or an image without a map.
+    """
+    if not folder.is_dir():
+        raise UserError(f"data.maps: {folder} is no folder; pass one with the layout of {beside}")
+    found = {}
+    for where, _, names in os.walk(os.fsencode(folder), followlinks=True):
+        inside = os.path.relpath(where, os.fsencode(folder))
+        for name in names:
+            if _is_image(os.fsdecode(name)) or name.lower().endswith(b".npy"):
+                path = name if inside == b"." else os.path.join(inside, name)
+                found[os.path.splitext(path)[0]] = path
+    missing = [path for path in images if os.path.splitext(path)[0] not in found]
+    if missing:
+        raise UserError(
+            f"data.maps {folder} has no map of {len(missing)} of {len(images)} images, the first being "
+            f"{os.fsdecode(missing[0])}; make them with `python -m visgen.maps`"
+        )
+    return [found[os.path.splitext(path)[0]] for path in images]
 
 
 def _listing(folder: Path) -> tuple[list[str], list[str]]:

@@ -53,15 +53,16 @@ class CapturedEngine(Engine):
 
     @torch.inference_mode()
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:
-        cond, cache, pinned = self._cond, self._cache, self.known
+        cond, cache, pinned, control = self._cond, self._cache, self.known, self._control
         super().begin(batch, known)
         assert self._cond is not None
-        fresh = Prefix(self._cond.vectors.to(self.dtype), self._cond.visible)
-        if cache is self._cache and _same(cond, fresh) and _same(pinned, known):
+        fresh, maps = Prefix(self._cond.vectors.to(self.dtype), self._cond.visible), (self._control,)
+        if cache is self._cache and _same(cond, fresh) and _same(pinned, known) and _same((control,), maps):
             self._cond, self.known = _copied(cond, fresh), _copied(pinned, known)
+            self._control = _copied((control,), maps)[0]
         else:  # other shapes: other buffers, so what was captured over the old ones is void
             self._captured.clear()
-            self._cond, self.known = _cloned(fresh), _cloned(known)
+            self._cond, self.known, self._control = _cloned(fresh), _cloned(known), _cloned(maps)[0]
 
     def reserve(self, blocks: int) -> None:
         cache = self._cache
@@ -74,7 +75,7 @@ class CapturedEngine(Engine):
             return _by_kernels(super().forward(tokens, index))
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
-        h = self._fused(tokens, index, self._cond, self._cache)  # [K B, W, D]
+        h = self._fused(tokens, index, self._cond, self._cache, self._control)  # [K B, W, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weigh(index)).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
@@ -87,7 +88,7 @@ class CapturedEngine(Engine):
         b, w = index.shape
         return self.once(("weights", b, w), lambda: self._weights.unsqueeze(-1).expand(-1, b, w).contiguous())
 
-    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
         """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""
         fresh = sampler.init(self, noise)
         key = (type(sampler), repr(getattr(sampler, "config", None)), _shapes(fresh))
@@ -95,11 +96,11 @@ class CapturedEngine(Engine):
             held = Noise(noise.seeds.clone())
             graph = self._record(sampler, fresh, held, warm=sampler.init(self, noise))
             self._captured[key] = graph, fresh, held
-            return fresh, graph.replay
+            return fresh, graph.replay, held
         graph, state, held = self._captured[key]
         held.seeds.copy_(noise.seeds)
         _restore(state, fresh)
-        return state, graph.replay
+        return state, graph.replay, held
 
     def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
         return self._record(sampler, state, noise, warm=state).replay

@@ -63,7 +63,7 @@ class SamplerLike(Protocol):
 
 
 class Engine:
-    """Decodes a batch of B images with K guidance branches, as K * B rows (branch 0 is the null one).
+    """Decodes a batch of B images with K guidance branches, as K * B rows (the last branch is the conditional one).
 
     Args:
         model: a `visgen.model.Model` in eval mode, in the precision it shall run in.
@@ -98,6 +98,7 @@ class Engine:
         self.vocab: int = model.config.vocab
         self.grid: tuple[int, ...] = model.grid
         self._cond: Prefix | None = None
+        self._control: Tensor | None = None  # [J, K B, N, D]
         self._cache: KVCache | None = None
         self._reserved: tuple[int, int] | None = None  # (images, blocks) of a blockwise model's cache
         self._kept: dict[Hashable, Any] = {}
@@ -109,12 +110,12 @@ class Engine:
         """Starts a batch: embeds its condition, empties the cache, runs all prefix slots but the last.
 
         Args:
-            batch: what the model's condition reads, such as label [B].
+            batch: what the model's condition reads, such as label [B], and perhaps maps for its control: `map`, or
+                `hints` (`nn/control.py`).
             known: (tokens [B, N], mask [B, N]): where the mask is true, the law has all mass on the given token.
         """
-        given = self.model.condition(batch)
-        branches = [given] if self.guidance.branches == 1 else [self.model.condition.null(given), given]
-        self._cond = Prefix.cat(branches)
+        self._cond = self.prefixes(batch)
+        self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
         if self.continuous:
@@ -126,11 +127,29 @@ class Engine:
             pos = torch.arange(filled, device=self.device).expand(rows, -1)
             self.model.backbone(torch.zeros_like(pos), pos, cond=self._cond, cache=self._cache)
 
+    def prefixes(self, batch: dict[str, Any]) -> Prefix:
+        """The condition's slots of all rows: K branches of the batch's images."""
+        given = self.model.condition(batch)
+        null = None if all(asked for asked, _ in self.guidance.kinds) else self.model.condition.null(given)
+        return Prefix.cat([given if asked or null is None else null for asked, _ in self.guidance.kinds])
+
+    @property
+    def condition(self) -> Prefix:
+        """The current batch's `prefixes`."""
+        assert self._cond is not None, "Engine.begin comes first"
+        return self._cond
+
+    def _branched(self, added: Tensor | None, images: int) -> Tensor | None:
+        """What control adds [J, B or 1, N, D] -> [J, K B, N, D], zero in the branches without control."""
+        if added is None:
+            return None
+        added = added.to(self.dtype).expand(-1, images, -1, -1)
+        return torch.cat([added if shown else torch.zeros_like(added) for _, shown in self.guidance.kinds], 1)
+
     @property
     def batch(self) -> int:
         """Number B of images of the current batch."""
-        assert self._cond is not None, "Engine.begin comes first"
-        return self._cond.vectors.shape[0] // self.guidance.branches
+        return self.condition.vectors.shape[0] // self.guidance.branches
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N].
@@ -141,7 +160,9 @@ class Engine:
         k = self.guidance.branches
         previous = tokens.gather(1, (index - 1).clamp(min=0))  # read in token slots alone
         pos = (index + self.model.condition.prefix - 1).repeat(k, 1)
-        h = self.model.backbone(previous.repeat(k, 1), pos, cond=self._cond, cache=self._cache)  # [K B, W, D]
+        h = self.model.backbone(
+            previous.repeat(k, 1), pos, cond=self._cond, control=self._control, cache=self._cache
+        )  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         dist = dist.warped(self.warp)
         if self.known is not None:
@@ -180,18 +201,19 @@ class Engine:
             kind = type(sampler).__module__.rpartition(".")[2]
             what, use = ("vectors", self.model.backbone.sampler) if self.continuous else ("codes", "ar")
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
-        state, step = self.prepared(sampler, noise)
-        self._synchronize()
+        state, step, _ = self.prepared(sampler, noise)
+        self.synchronize()
         start = time.perf_counter()
-        total, flag = sampler.iterations(self), _Flag(self.device)
+        total, looks = sampler.iterations(self), Looks(self.device)
         for launched in range(1, total + 1):
             step()
-            over = launched == total or flag.seen(launched, lambda: sampler.done(state))
+            seen = looks.at(launched, lambda: sampler.done(state))
+            over = launched == total or (seen is not None and bool(seen[1].all()))
             if on_step is not None:
                 on_step(total if over else launched, total)
             if over:
                 break
-        self._synchronize()
+        self.synchronize()
         seconds = time.perf_counter() - start
         rounds = getattr(state, "rounds", None)
         if rounds is None:
@@ -199,10 +221,10 @@ class Engine:
         # copies, for the next decode may lie in the same buffers
         return Generation(state.tokens.clone(), launched, seconds, rounds.clone(), sampler.notes(state))
 
-    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None]]:
-        """The state before the first iteration, and what runs one."""
+    def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
+        """The state before the first iteration, what runs one, and the noise that it reads."""
         state = sampler.init(self, noise)
-        return state, self.stepper(sampler, state, noise)
+        return state, self.stepper(sampler, state, noise), noise
 
     def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
         """What runs one iteration on `state`."""
@@ -214,10 +236,10 @@ class Engine:
         step = self.stepper(sampler, state, noise)
         for i in range(warmup + iterations):
             if i == warmup:
-                self._synchronize()
+                self.synchronize()
                 start = time.perf_counter()
             step()
-        self._synchronize()
+        self.synchronize()
         return (time.perf_counter() - start) / iterations
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -226,13 +248,14 @@ class Engine:
             self._kept[key] = make()
         return self._kept[key]
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # once before and after a whole decode: the clock needs it
 
 
-class _Flag:
-    """Whether all rows are complete, as far as the host may know without keeping the device waiting.
+class Looks:
+    """Which rows are complete, as far as the host may know without keeping the device waiting.
 
     On a GPU the answer is `POLL` to 2 `POLL` iterations old: the host waits for a copy behind which the device has
     `POLL` more iterations to do, which also bounds how far it runs ahead.
@@ -240,24 +263,27 @@ class _Flag:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.copy: tuple[Tensor, Any] | None = None
+        self.copy: tuple[int, Tensor, Any] | None = None
 
-    def seen(self, launched: int, done: Callable[[], Tensor | None]) -> bool:
+    def at(self, launched: int, done: Callable[[], Tensor | None]) -> tuple[int, Tensor] | None:
+        """(iteration, the flags [B] as they were after it), the newest that are known once `launched` are launched."""
         if self.cuda and launched % POLL:
-            return False
-        flag = done()
-        if flag is None or not self.cuda:
-            return bool(flag)  # a CPU has nothing to wait for
-        older, self.copy = self.copy, self._copied(flag)
+            return None
+        flags = done()
+        if flags is None:
+            return None
+        if not self.cuda:
+            return launched, flags  # a CPU has nothing to wait for
+        older, self.copy = self.copy, (launched, *self._copied(flags))
         if older is None:
-            return False
-        older[1].synchronize()
-        return bool(older[0])
+            return None
+        older[2].synchronize()
+        return older[:2]
 
-    def _copied(self, flag: Tensor) -> tuple[Tensor, Any]:
+    def _copied(self, flags: Tensor) -> tuple[Tensor, Any]:
         """A copy for the host, and the event after which it is there."""
-        host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
+        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(flag.device))
+        event.record(torch.cuda.current_stream(flags.device))
         return host, event

@@ -16,15 +16,20 @@ from visgen.config import UserError
 class Guidance:
     """u + s (c - u) with u the null branch and c the conditional one; s is 1 outside the interval.
 
+    With a scale r of the control alone: u + s (l - u) + r (c - l), l being the condition without the control.
+
     Attributes:
         scale: s; 1 is plain conditional sampling (one branch is computed), 0 is unconditional.
         interval: (first, last) fraction of the tokens that are guided, both within [0, 1].
         schedule: how s grows from 1 to `scale` over the tokens: at once, linearly or as a half cosine.
+        control: r, with the same interval and schedule; none: one scale for condition and control together, as
+            published.
     """
 
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    control: float | None = None
 
     def __post_init__(self) -> None:
         low, high = self.interval
@@ -32,11 +37,20 @@ class Guidance:
             raise UserError(f"guidance.interval {self.interval} must satisfy 0 <= first <= last <= 1")
         if not math.isfinite(self.scale) or self.scale < 0:
             raise UserError(f"guidance.scale {self.scale} must be a finite number >= 0")
+        if self.control is not None and not (math.isfinite(self.control) and self.control >= 0):
+            raise UserError(f"guidance.control {self.control} must be a finite number >= 0")
+
+    @property
+    def kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """Of each branch: has it the condition, has it the control? The last one has both."""
+        null = ((False, False),) if self.scale != 1 else ()
+        uncontrolled = ((True, False),) if self.control not in (None, self.scale) else ()
+        return (*null, *uncontrolled, (True, True))
 
     @property
     def branches(self) -> int:
-        """1 (conditional alone) or 2 (null, conditional)."""
-        return 1 if self.scale == 1 else 2
+        """Number K: the conditional branch alone, or the null one before it, and the one without control between."""
+        return len(self.kinds)
 
     def weights(self, index: Tensor, tokens: int) -> Tensor:
         """Weights of the branches for token indices [B, W] of `tokens`: [K, B, W] float32, summing to 1 over K."""
@@ -49,5 +63,9 @@ class Guidance:
             "cosine": (1 - torch.cos(math.pi * at)) / 2,
         }[self.schedule]
         guided = (at >= self.interval[0]) & (at <= self.interval[1])
-        scale = torch.where(guided, 1 + (self.scale - 1) * grown, 1.0)
-        return torch.stack([1 - scale, scale])
+        scale, control = (
+            torch.where(guided, 1 + (s - 1) * grown, 1.0)
+            for s in (self.scale, self.scale if self.control is None else self.control)
+        )
+        each = {(False, False): 1 - scale, (True, False): scale - control, (True, True): control}
+        return torch.stack([each[kind] for kind in self.kinds])

@@ -21,6 +21,18 @@ class SwiGLU(nn.Module):
         return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))
 
 
+class Projection(nn.Module):
+    """fc2(gelu(fc1 x)) with the tanh form of GELU and no biases: zero features stay zero."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(channels, width, bias=False)
+        self.fc2 = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., C] -> [..., D]
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
 class DropPath(nn.Module):
     """Drops the whole residual branch of a sample with probability `rate`, rescaling the kept ones."""
 

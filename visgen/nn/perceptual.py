@@ -120,7 +120,7 @@ def load_perceptual(path: str | Path, heads: str | Path | None = None) -> Percep
         remedy = "pass torchvision's vgg16 state dict" if heads else CONVERT
         raise UserError(f"perceptual weights {path} do not exist; {remedy}")
     network = Perceptual(lpips=heads is not None)
-    tensors = _read(Path(path))
+    tensors = read_weights(Path(path))
     if heads is None:
         trunk = {k: v for k, v in tensors.items() if k.startswith("blocks.")}
         _fill(network.trunk, trunk, f"{path} is not a VGG-HED file; {CONVERT}")
@@ -128,7 +128,7 @@ def load_perceptual(path: str | Path, heads: str | Path | None = None) -> Percep
     if not Path(heads).is_file():
         raise UserError(f"LPIPS heads {heads} do not exist; pass weights/v0.1/vgg.pth of the `lpips` package")
     _fill(network.trunk, _from_torchvision(tensors), f"{path} is not the state dict of torchvision's vgg16")
-    lins = _read(Path(heads))
+    lins = read_weights(Path(heads))
     for i in range(len(WIDTHS)):
         head, lin = getattr(network, f"head{i}"), lins.get(f"lin{i}.model.1.weight")
         if lin is None or lin.numel() != head.numel():
@@ -152,7 +152,8 @@ def _from_torchvision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file in float32; raises `UserError` where it cannot be read."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:

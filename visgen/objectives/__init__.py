@@ -8,6 +8,8 @@ is saved for sampling; that module's `config` says how to build it again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,10 +27,14 @@ class Objective(ABC):
         nets: trained modules by name; forward returns `(loss, logs)`.
         frozen: modules that are only moved to the device, filled by `setup`.
         export: the net whose `.model` gets the EMA and is saved for sampling.
+        part: the sub-module of the exported one that is saved, over frozen weights that `facts` name; empty: all of it.
+        facts: further metadata of the saved file, filled by `setup`.
         held_out_values: names of the values of `held_out`.
         larger_is_better: those of them whose largest is the best; of the others it is the smallest.
     """
 
+    part: str = ""
+    facts: Mapping[str, str] = MappingProxyType({})
     held_out_values: tuple[str, ...] = ()
     larger_is_better: tuple[str, ...] = ()
     nets: dict[str, nn.Module]
@@ -41,6 +47,10 @@ class Objective(ABC):
         Raises:
             UserError: naming what does not fit and the remedy.
         """
+
+    def reading(self, data: Data) -> Data:
+        """What the loop reads instead of `data`: the same samples, perhaps with more in them. After `setup`."""
+        return data
 
     def turns(self, step: int) -> list[str]:
         """Names of the nets whose optimizers step at `step` (counted from 0), in order; they share one batch."""

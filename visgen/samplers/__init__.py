@@ -23,9 +23,12 @@ class Sampler(ABC):
 
     Attributes:
         continuous: whether its tokens are vectors.
+        ragged: rows finish at different times (`done`), all begin alike, and all that a row knows is in its rows of the
+            state, [B, ...] of two dimensions or more: so a row may start anew while the others go on.
     """
 
     continuous: bool = False
+    ragged = False
 
     @abstractmethod
     def init(self, engine: Engine, noise: Noise) -> Any:
@@ -43,7 +46,7 @@ class Sampler(ABC):
         """Number of iterations after which every row is complete, whatever is drawn."""
 
     def done(self, state: Any) -> Tensor | None:
-        """A bool on the device, whether every row is complete; None if that takes all `iterations`."""
+        """[B] bool on the device, whether each row is complete; None if that takes all `iterations`."""
         return None
 
     def notes(self, state: Any) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class State:
 class SJD(Sampler):
     """Tests a window, moves it to the first refused draft, and draws drafts for what is new in it."""
 
+    ragged = True
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
@@ -138,7 +140,7 @@ class SJD(Sampler):
         return engine.tokens
 
     def done(self, state: State) -> Tensor:
-        return (state.position == state.tokens.shape[1]).all()
+        return state.position[:, 0] == state.tokens.shape[1]
 
     def notes(self, state: State) -> dict[str, Any]:
         return state.chosen

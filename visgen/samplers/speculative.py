@@ -142,7 +142,7 @@ class Speculative(Sampler):
         return engine.tokens
 
     def done(self, state: State) -> Tensor:
-        return (state.position == state.tokens.shape[1]).all()
+        return state.position[:, 0] == state.tokens.shape[1]
 
     def notes(self, state: State) -> dict[str, Any]:
         drafts = state.drafts.float().mean() / state.rounds.amax(1).float().mean()

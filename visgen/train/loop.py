@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from visgen import checkpoint
+from visgen import config as configs
 from visgen.checks import check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
@@ -64,6 +65,7 @@ def fit(
     loop.check(objective)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
+    data = objective.reading(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     start = load(state, resume) if resume is not None else 0
     if accelerator.is_main_process:
@@ -84,7 +86,7 @@ def fit(
             out.say(f"{_lost(state)}; raise loop.patience to go on")
             return
         looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
-        spare = held_out() if looks and held_out is not None else data
+        spare = objective.reading(held_out()) if looks and held_out is not None else data
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
         clock = Clock(start)
         for step, batches in enumerate(_batches(state, data, start), start):
@@ -273,7 +275,7 @@ def _report(state: State, data: Data, out: Log, start: int) -> None:
     each = loop.batch // (accelerator.num_processes * loop.accumulation)
     epochs = loop.steps * loop.batch / len(data)
     facts = {
-        "data": f"{type(data).__module__.rpartition('.')[2]}, {len(data):,} samples, {len(data.classes)} classes",
+        "data": f"{configs.kind_of(data.config)}, {len(data):,} samples, {len(data.classes)} classes",
         "steps": f"{loop.steps:,} ({epochs:.2f} epochs)" + (f", resumed after {start:,}" if start else ""),
         "batch": f"{loop.batch} = {accelerator.num_processes} processes x {loop.accumulation} micro-batches x {each}",
         "workers": f"{loop.workers}" + (f", of which {cpus()} start: one a CPU" if loop.workers > cpus() else ""),

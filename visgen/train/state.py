@@ -144,7 +144,9 @@ def export(state: State, folder: Path, step: int) -> None:
     """Writes the average as it is sampled: `folder/model.safetensors`."""
     config, dtype = state.objective.exported().config, DTYPES[state.ema_config.save_dtype]
     extra = {**_about(state, step), "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra)
+    part = state.objective.part
+    extra |= dict(state.objective.facts)
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra, part)
 
 
 def mend_export(state: State, path: Path, step: int) -> str:

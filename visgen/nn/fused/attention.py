@@ -2,10 +2,11 @@
 
 A program serves one key/value head of one row: it rotates new queries and keys, writes keys and values to the row's
 slots, and walks the live slots alone, keeping a running maximum and sum (Milakov & Gimelshein 2018, "Online normalizer
-calculation for softmax"; Dao et al. 2023, "Flash-Decoding"). A window of one slot is multiplied without matrix units
-and attended from registers, so nothing waits for the write. The queries of a wider one are the rows of matrix products
-over the cache; where they take several programs, each writes the whole window's keys and values, the same values to the
-same slots, so that none waits for another. The eager twin is `nn/attention.py` with `KVCache` and the layout's mask.
+calculation for softmax"; Dao et al. 2023, "Flash-Decoding"). A single query is multiplied without matrix units and
+attended from registers, so nothing waits for the write. Several of them (a wider window, or heads that share keys) are
+the rows of matrix products over the cache; where they take several programs, each writes the whole window's keys and
+values, the same values to the same slots, so that none waits for another. The eager twin is `nn/attention.py` with
+`KVCache` and the layout's mask.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def decode_attention(
         visible: [R, P] uint8, 0 for padding slots of the prefix, or None; a padding slot sees itself.
     """
     rows, kv_heads, slots, d = keys.shape
-    heads = qkv.shape[1] // d - 2 * kv_heads
     check_head_dim(d)
-    if pos.shape[1] > 1:
+    if pos.shape[1] > 1 or qkv.shape[1] > 3 * kv_heads * d:
         return _decode_window(qkv, rotation, keys, values, pos, group, reach, visible, out)
     turn, ahead = _turn(rows * kv_heads)
     _attend[(rows, kv_heads)](
@@ -62,12 +62,10 @@ def decode_attention(
         out,
         pos.shape[0],
         slots,
-        heads // kv_heads,
         0 if visible is None else visible.shape[1],
         d**-0.5 * LOG2_E,
         HEAD_DIM=d,
         BD=triton.next_power_of_2(d),
-        QUERIES=triton.next_power_of_2(heads // kv_heads),
         BS=turn,
         BUFFERED=ahead,
         PADDED=visible is not None,
@@ -173,12 +171,10 @@ def _attend(
     out,
     images,
     slots,
-    queries,  # query heads of a key/value head
     prefix,
     scale,
     HEAD_DIM: tl.constexpr,
     BD: tl.constexpr,
-    QUERIES: tl.constexpr,
     BS: tl.constexpr,
     PADDED: tl.constexpr,
     BUFFERED: tl.constexpr,
@@ -192,7 +188,6 @@ def _attend(
     mine = tl.load(group + slot)
     pair = tl.arange(0, BD // 2)
     dim = tl.arange(0, BD)
-    member = tl.arange(0, QUERIES)
     real = dim < HEAD_DIM
     cos = tl.load(rotation + slot * HEAD_DIM + 2 * pair, mask=2 * pair < HEAD_DIM, other=0.0)
     sin = tl.load(rotation + slot * HEAD_DIM + 2 * pair + 1, mask=2 * pair < HEAD_DIM, other=0.0)
@@ -203,21 +198,19 @@ def _attend(
     fetch(keys + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
     fetch(values + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
     follow(CHAIN)
-    heads = queries * kv_heads
-    new = qkv + row * (heads + 2 * kv_heads) * HEAD_DIM
-    asked = (member[:, None] < queries) & real[None, :]
-    q = tl.load(new + (head * queries + member)[:, None] * HEAD_DIM + dim[None, :], mask=asked, other=0.0)
-    q = _rotate(q, cos, sin, QUERIES, BD).to(q.dtype).to(tl.float32) * scale
-    k = tl.load(new + (heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
+    new = qkv + row * 3 * kv_heads * HEAD_DIM
+    q = tl.load(new + head * HEAD_DIM + dim[None, :], mask=real[None, :], other=0.0)
+    q = _rotate(q, cos, sin, 1, BD).to(q.dtype).to(tl.float32) * scale
+    k = tl.load(new + (kv_heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
     k = _rotate(k[None, :], cos, sin, 1, BD).to(k.dtype)
-    v = tl.load(new + (heads + kv_heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
+    v = tl.load(new + (2 * kv_heads + head) * HEAD_DIM + dim, mask=real, other=0.0)
     flat = tl.reshape(k, [BD])
     tl.store(keys + base + slot * HEAD_DIM + dim, flat, mask=real)
     tl.store(values + base + slot * HEAD_DIM + dim, v, mask=real)
 
-    best = tl.sum(q * k.to(tl.float32), axis=1)  # [QUERIES], of the new slot itself
-    total = tl.full([QUERIES], 1.0, tl.float32)
-    mixed = tl.zeros([QUERIES, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
+    best = tl.sum(q * k.to(tl.float32), axis=1)  # [1], of the new slot itself
+    total = tl.full([1], 1.0, tl.float32)
+    mixed = tl.zeros([1, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
     turn = tl.arange(0, BS)
     if BUFFERED:
         past = _cached(keys + base, turn, end, dim, HEAD_DIM)
@@ -236,17 +229,15 @@ def _attend(
         else:
             k_now = _cached(keys + base, key, end, dim, HEAD_DIM).to(tl.float32)
             v_now = _cached(values + base, key, end, dim, HEAD_DIM).to(tl.float32)
-        score = tl.where(seen[None, :], _dots(q, k_now, QUERIES), float("-inf"))
+        score = tl.where(seen[None, :], tl.sum(k_now * q, axis=1)[None, :], float("-inf"))
         top = tl.maximum(best, tl.max(score, axis=1))
-        share = tl.exp2(score - top[:, None])  # [QUERIES, BS]
+        share = tl.exp2(score - top[:, None])  # [1, BS]
         fade = tl.exp2(best - top)
         total = total * fade + tl.sum(share, axis=1)
-        mixed = mixed * fade[:, None] + _weighted(share, v_now, QUERIES, BS)
+        mixed = mixed * fade[:, None] + tl.sum(tl.reshape(share, [BS])[:, None] * v_now, axis=0)[None, :]
         best = top
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
-    tl.store(
-        out + row * heads * HEAD_DIM + (head * queries + member)[:, None] * HEAD_DIM + dim[None, :], result, mask=asked
-    )
+    tl.store(out + (row * kv_heads + head) * HEAD_DIM + dim[None, :], result, mask=real[None, :])
 
 
 @triton.jit
@@ -356,24 +347,6 @@ def _rotate_each(x, rotation, slot, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, 
     turn = tl.load(rotation + slot[:, None] * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
     cos, sin = tl.split(tl.reshape(turn, [ROWS, BD // 2, 2]))
     return _rotate(x, cos, sin, ROWS, BD).to(x.dtype)
-
-
-@triton.jit
-def _dots(q, past, QUERIES: tl.constexpr):
-    """q [QUERIES, BD], past [BS, BD] -> [QUERIES, BS]."""
-    if QUERIES == 1:
-        return tl.sum(past * q, axis=1)[None, :]
-    else:
-        return tl.sum(q[:, None, :] * past[None, :, :], axis=2)
-
-
-@triton.jit
-def _weighted(share, kept, QUERIES: tl.constexpr, BS: tl.constexpr):
-    """share [QUERIES, BS], kept [BS, BD] -> [QUERIES, BD]."""
-    if QUERIES == 1:
-        return tl.sum(tl.reshape(share, [BS])[:, None] * kept, axis=0)[None, :]
-    else:
-        return tl.sum(share[:, :, None] * kept[None, :, :], axis=1)
 
 
 @triton.jit

@@ -116,6 +116,8 @@ def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False) 
         wide = Tile(16, 16, 256, 1, 4, 4)
     elif m <= 128 and gate:
         wide = Tile(64, 32, 128, 1, 4, 4) if n < 2816 else Tile(64, 64, 64, 1, 4, 4 if n < 3072 else 5)
+    elif m <= 128 and k >= 3072 and n < 2048:  # few outputs of a long inner dimension
+        wide = Tile(64, 64, 128, 1, 4, 4)
     elif m <= 128:
         blocks = triton.cdiv(n, 32) * triton.cdiv(m, 64)
         wide = Tile(64, 16 if blocks <= 48 else 64 if blocks >= 128 else 32, 128, 1, 4, 4)
@@ -124,7 +126,7 @@ def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False) 
         wide = Tile(128, next(fill, 32), 64, 1, 8, 4)
     programs = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
     split = 1 if norm or gate else max(1, min(8, 128 // programs, k // 1024))
-    return Tile(wide.m, wide.n, wide.k, 1 << (split.bit_length() - 1), wide.warps, wide.stages)
+    return Tile(wide.m, wide.n, wide.k, split, wide.warps, wide.stages)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,113 @@
+"""Depth: a ready map, or that of a depth network of transformers that lies on this machine.
+
+The network's output is inverse depth, large where near. `max` divides by the largest value (ControlAR's text-to-image
+models with DPT-large), `minmax` also takes the smallest off (its class models with DPT-hybrid).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from visgen.config import UserError
+from visgen.controls import Control, ControlConfig
+from visgen.controls._network import load_network
+from visgen.data._images import UNREADABLE
+from visgen.metrics.images import to_uint8
+
+GREY = ("I;16", "I;16B", "I", "F")  # Pillow's modes of deep grey pictures
+
+
+@dataclass(frozen=True)
+class Config(ControlConfig):
+    """Depth.
+
+    Attributes:
+        norm: how depths become brightness.
+        network: directory or Hub id of a depth network of transformers, for maps that are not given.
+    """
+
+    norm: Literal["max", "minmax"] = "minmax"
+    network: str = ""
+
+
+class Depth(Control):
+    """Near is bright."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._loaded: tuple[Any, Any] | None = None  # (processor, network)
+
+    def ready(self) -> None:
+        if self._loaded is not None:
+            return
+        name = self.config.network
+        if not name:
+            raise UserError(
+                "control depth needs a depth network to read an image: pass --control.network, a directory or Hub id "
+                "of transformers such as Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy) as --control.map"
+            )
+        self._loaded = load_network("depth", "AutoModelForDepthEstimation", name)
+
+    @torch.no_grad()
+    def extract(self, pixels: Tensor) -> Tensor:
+        assert self._loaded is not None, "ready comes first"
+        processor, network = self._loaded
+        network.to(pixels.device)
+        images = list(to_uint8(pixels.flatten(0, 1)).permute(0, 2, 3, 1).cpu().numpy())
+        inputs = processor(images=images, return_tensors="pt").to(pixels.device)
+        depth = network(**inputs).predicted_depth.float().unsqueeze(1)  # [B T, 1, h, w]
+        depth = F.interpolate(depth, pixels.shape[-2:], mode="bicubic", align_corners=False)
+        grey = self.normalised(depth) * 2 - 1
+        return grey.unflatten(0, pixels.shape[:2]).to(pixels.dtype).expand_as(pixels)
+
+    def normalised(self, depth: Tensor) -> Tensor:
+        """Depths [B, 1, H, W] -> [0, 1]; a constant map becomes 0."""
+        low = (
+            depth.amin((2, 3), keepdim=True) if self.config.norm == "minmax" else torch.zeros_like(depth[:, :, :1, :1])
+        )
+        span = depth.amax((2, 3), keepdim=True) - low
+        return ((depth - low) / span.clamp(min=1e-12)).clamp(0, 1) * (span > 0)
+
+    def read(self, path: Path, invert: bool = False, flag: str = "--control.map") -> Tensor:
+        values: np.ndarray | None
+        if path.suffix.lower() == ".npy":
+            values = self._array(path, flag)
+        else:
+            try:
+                with Image.open(path) as picture:
+                    deep = picture.mode in GREY
+                    values = np.asarray(picture).astype(np.float64) if deep else None
+            except FileNotFoundError:
+                raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
+            except UNREADABLE as error:
+                raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as a PNG") from None
+            if values is None:
+                return super().read(path, invert, flag)
+        depth = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))[None, None]
+        grey = self.normalised(depth)[0]
+        return ((1 - grey if invert else grey) * 255).round().to(torch.uint8).expand(3, -1, -1).contiguous()
+
+    def checked(self, values: Tensor, name: str) -> Tensor:
+        if (values.amax(0).int() - values.amin(0).int()).float().mean() > 12:
+            raise UserError(f"{name} is a colour picture, a depth map is grey; pass a photo as --control.image")
+        return values
+
+    def _array(self, path: Path, flag: str) -> np.ndarray:
+        try:
+            values = np.load(path, allow_pickle=False)
+        except FileNotFoundError:
+            raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{flag} {path} cannot be read ({' '.join(str(error).split())})") from None
+        values = np.squeeze(values)
+        if values.ndim != 2 or values.dtype.kind not in "fiu" or not np.isfinite(values.astype(np.float64)).all():
+            raise UserError(f"{flag} {path} holds {values.dtype} {list(values.shape)}; give finite depths [H, W]")
+        return values
