@@ -15,6 +15,7 @@ import yaml
 from visgen.config import UserError, build, kind_of, load
 from visgen.model import Model
 from visgen.objectives.acdit import Config as ACDiTConfig
+from visgen.objectives.masked import Config as MaskedConfig
 from visgen.objectives.next_token import Config as NextTokenConfig
 from visgen.objectives.vq import Config as VQConfig
 from visgen.sample import SampleConfig
@@ -37,6 +38,9 @@ PUBLISHED = {  # parameters of the papers' models, millions of `model` unless ex
     "acdit_l": 457.85,
     "acdit_xl": 674.86,
     "acdit_h": 950.96,
+    "mar_b": 207.92,
+    "mar_l": 478.33,
+    "mar_h": 942.40,
     "vq16": 71_883_403,
     "vq8": 70_109_835,
 }
@@ -120,7 +124,7 @@ def test_parameters_that_the_header_claims_are_true(path: str) -> None:
 def test_a_generator_fits_the_tokenizer_that_another_config_trains(path: str) -> None:
     """`tokenizer: runs/X` is what configs/*/X.yaml leaves there."""
     objective = claimed(path).objective
-    if not isinstance(objective, NextTokenConfig | ACDiTConfig) or objective.tokenizer is None:
+    if not isinstance(objective, NextTokenConfig | ACDiTConfig | MaskedConfig) or objective.tokenizer is None:
         return
     makers = [c for c in TRAINED if Path(c).stem == objective.tokenizer.name and c != path]
     makers = [c for c in makers if isinstance(claimed(c).objective, VQConfig)]

@@ -60,7 +60,13 @@ class Model(nn.Module):
             if isinstance(table, nn.Linear | nn.Embedding):
                 nn.init.normal_(table.weight, std=0.02)
         kind = configs.implementation(config.backbone)
-        self._check_parts(kind.continuous, configs.implementation(config.head).continuous)  # type: ignore[attr-defined]
+        head: Any = configs.implementation(config.head)
+        self._check_parts(kind.continuous, head.continuous)  # type: ignore[attr-defined]
+        if head.denoises != kind.denoises:  # type: ignore[attr-defined]
+            raise UserError(
+                f"model.head {configs.kind_of(config.head)} does not go with model.backbone "
+                f"{configs.kind_of(config.backbone)}: use head denoiser with acdit, diffusion with the others"
+            )
         place = config.grid, self.condition.prefix, self.condition.coords
         layout = kind.arrange(config.backbone, *place)  # type: ignore[attr-defined]
         self.backbone = configs.build(config.backbone, layout, config.channels or config.vocab)

@@ -17,6 +17,7 @@ B, SIZE, N, CLASSES = 4, 16, 64, 3
 SETTINGS: dict[str, dict[str, Any]] = {  # beside the shrinking by field names of conftest.SMALL
     "next_token": {"grid": (1, 8, 8), "vocab": 16},
     "acdit": {"grid": (1, 8, 8), "channels": 4, "block": (1, 4, 4)},
+    "masked": {"grid": (1, 8, 8), "channels": 4},
     "vq": {"gan_start": 0, "discriminator_start": 0, "layers": 1, "width": 8},
 }
 

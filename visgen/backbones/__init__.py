@@ -22,12 +22,14 @@ class Backbone(nn.Module, ABC):
         width: D of the hidden states.
         layout: slots and who sees whom.
         continuous: whether its tokens are vectors; `vocab` is then their width C.
+        denoises: whether it reads noised tokens, so that its head only has to say what is predicted of them.
         sampler: the kind of sampler that decodes it.
     """
 
     width: int
     layout: Layout
     continuous: bool = False
+    denoises: bool = False
     sampler: str = "ar"
 
     @classmethod

@@ -11,7 +11,6 @@ released code does and its weights need (`nn/rope.py`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +26,7 @@ from visgen.layout import Grid, Layout
 from visgen.nn.attention import check_heads
 from visgen.nn.blockwise import Attend, BlockCache, Kernel, Streams
 from visgen.nn.cache import KVCache
+from visgen.nn.diffusion import sinusoids
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import axis_base, axis_split, check_head_dim, rope_acdit, rope_axes, rotate, rotate_halves
 
@@ -68,6 +68,7 @@ class ACDiT(Backbone):
     """
 
     continuous = True
+    denoises = True
     sampler = "blockwise"
     coords: Tensor  # [N, 3]
 
@@ -129,10 +130,7 @@ class ACDiT(Backbone):
 
     def embed_time(self, level: Tensor) -> Tensor:
         """level [B, blocks] -> [B, blocks, D]; sinusoids (cos | sin) in float32, whatever the weights' type."""
-        half = FREQUENCIES // 2
-        steps = torch.arange(half, device=level.device, dtype=torch.float32)
-        angle = level.float().unsqueeze(-1) * torch.exp(-math.log(10000.0) * steps / half)
-        return self.time(torch.cat([angle.cos(), angle.sin()], -1).to(self.embed.weight.dtype))
+        return self.time(sinusoids(level, FREQUENCIES).to(self.embed.weight.dtype))
 
     def place(self, pos: Tensor) -> Tensor:
         """Coordinates (t, y, x) of slots; beyond the layout the same blocks follow again, later in time."""

@@ -22,6 +22,7 @@ class Stream(IntEnum):
     ACCEPT = 2
     RESIDUAL = 3
     DENOISE = 4
+    ORDER = 5  # in which the tokens of an image are drawn
 
 
 def _signed(constant: int) -> int:

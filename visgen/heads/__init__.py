@@ -75,9 +75,11 @@ class Head(nn.Module, ABC):
 
     Attributes:
         continuous: whether its tokens are vectors.
+        denoises: whether its hidden states are those of noised tokens, of which it predicts the noise.
     """
 
     continuous: bool = False
+    denoises: bool = False
 
     @abstractmethod
     def loss(self, h: Tensor, target: Tensor) -> Tensor:
@@ -85,5 +87,5 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def dist(self, h: Tensor, weights: Tensor) -> Any:
-        """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law, a `Dist`; of a
-        denoiser the prediction [B, W, C] float32 itself."""
+        """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law: of codes a `Dist`, of
+        vectors one that is walked (`heads/diffusion.py`); of a denoiser the prediction [B, W, C] float32 itself."""

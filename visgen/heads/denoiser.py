@@ -32,6 +32,7 @@ class Denoiser(Head):
     """h [B, W, D] -> prediction [B, W, C], initialised to zero."""
 
     continuous = True
+    denoises = True
 
     def __init__(self, config: Config, width: int, vocab: int) -> None:
         super().__init__()

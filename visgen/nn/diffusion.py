@@ -8,6 +8,7 @@ remembers, so a step is one row of numbers (`Row`): no solver object, no read by
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,15 +70,22 @@ class Path:
         time = share * TIMES
         return time if self.predicts == "velocity" else time.floor().clamp(max=TIMES - 1)
 
-    def _cumulative(self, device: torch.device) -> Tensor:
-        """Products of 1 - beta [1000] float32."""
-        if device not in self._tables:
-            from diffusers import DDPMScheduler
+    def cumulative(self) -> Tensor:
+        """Products of 1 - beta [1000] float64, on the CPU."""
+        return (1 - self._scheduler().betas.double()).cumprod(0)
 
-            with torch.device("cpu"):
-                scheduler: Any = DDPMScheduler(**self.settings())
-                self._tables[device] = scheduler.alphas_cumprod.to(device)
+    def _cumulative(self, device: torch.device) -> Tensor:
+        """The same, float32."""
+        if device not in self._tables:
+            self._tables[device] = self._scheduler().alphas_cumprod.to(device)
         return self._tables[device]
+
+    def _scheduler(self) -> Any:
+        from diffusers import DDPMScheduler
+
+        with torch.device("cpu"):
+            made: Any = DDPMScheduler(**self.settings())
+        return made
 
 
 class Row(NamedTuple):
@@ -98,7 +106,7 @@ class Row(NamedTuple):
     keep: float = 0.0
 
 
-def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0) -> list[Row]:
+def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0, last: int = TIMES - 1) -> list[Row]:
     """The evaluations of a walk of `steps` steps from noise to data.
 
     dpmpp_2m: DPM-Solver++ of order 2, multistep, midpoint (Lu et al. 2022, arXiv 2211.01095, algorithm 2); the first
@@ -108,6 +116,7 @@ def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0) -> list[Row
 
     Args:
         shift: of the straight path, sigma -> shift sigma / (1 + (shift - 1) sigma): above 1, more steps in the noise.
+        last: time of the first evaluation on the noise path, which takes its x for pure noise.
 
     Raises:
         UserError: more steps than there are times, or a method that the path does not have.
@@ -117,7 +126,7 @@ def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0) -> list[Row
     if path.predicts == "epsilon" and (solver == "heun" or shift != 1):
         what = "solver heun" if solver == "heun" else f"shift {shift}"
         raise UserError(f"{what} is for a model of velocity, this one predicts epsilon; use dpmpp_2m or euler, shift 1")
-    times = _times(path, steps, shift)
+    times = _times(path, steps, shift, last)
     scales = [*_scales(path, times), (1.0, 0.0)]
     if solver == "heun":
         return _heun(times, scales)
@@ -129,14 +138,22 @@ def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0) -> list[Row
     return _dpm(path, times, scales, order=2 if solver == "dpmpp_2m" else 1)
 
 
-def _times(path: Path, steps: int, shift: float) -> list[float]:
+def _times(path: Path, steps: int, shift: float, last: int) -> list[float]:
     """The times of the evaluations, falling."""
     if path.predicts == "velocity":
         return [TIMES * shift * s / (1 + (shift - 1) * s) for s in (1 - j / steps for j in range(steps))]
-    if steps > TIMES - 1:
-        raise UserError(f"steps {steps} are more than the {TIMES - 1} that a model of epsilon has; lower it")
-    spaced = torch.linspace(0, TIMES - 1, steps + 1, dtype=torch.float64).round()
+    if steps > last:
+        raise UserError(f"steps {steps} are more than the {last} that a model of epsilon has; lower it")
+    spaced = torch.linspace(0, last, steps + 1, dtype=torch.float64).round()
     return spaced.flip(0)[:-1].tolist()
+
+
+def sinusoids(time: Tensor, count: int) -> Tensor:
+    """time [...] of 0 to 1000 -> [..., count] float32, (cos | sin) of count / 2 frequencies from 1 to near 1e-4."""
+    half = count // 2
+    steps = torch.arange(half, device=time.device, dtype=torch.float32)
+    angle = time.float().unsqueeze(-1) * torch.exp(-math.log(10000.0) * steps / half)
+    return torch.cat([angle.cos(), angle.sin()], -1)
 
 
 def _scales(path: Path, times: list[float]) -> list[tuple[float, float]]:

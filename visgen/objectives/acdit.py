@@ -79,7 +79,7 @@ class Blocks(Objective):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.nets = {"model": BlocksNet(Model(config.model))}
-        if not self.exported().continuous:
+        if not self.exported().backbone.denoises:
             raise UserError("objective acdit trains a model of vectors; set objective.model.channels and its backbone")
         self.frozen: dict[str, nn.Module] = {}
 
