@@ -21,6 +21,7 @@ OUTPUTS = {
     "llamagen_vq_a": ("reconstruction", "decoded_random", "quantized", "indices"),
     "acdit_image_a": ("prediction", "inference_prediction"),
     "acdit_video_a": ("prediction", "inference_prediction"),
+    "mar_a": ("z", "model_out", "mean", "log_variance", "pred_xstart", "kept_timesteps"),
     "llamagen_c2i_a": ("logits", "greedy_cfg1", "greedy_cfg3"),
     "llamagen_t2i_a": ("logits", "greedy_cfg1", "greedy_cfg3"),
 }
@@ -61,6 +62,8 @@ def test_recorded_vectors_pass(name: str, capsys: pytest.CaptureFixture[str]) ->
     [
         ("acdit_image_a", "state.blocks.1.attn.q_norm.weight", "prediction"),
         ("acdit_video_a", "in.clean", "inference_prediction"),
+        ("mar_a", "state.encoder_blocks.1.mlp.fc2.weight", "z"),
+        ("mar_a", "state.diffloss.net.res_blocks.1.adaLN_modulation.1.weight", "log_variance"),
         ("llamagen_c2i_a", "state.layers.1.attention.wqkv.weight", "logits"),
         ("llamagen_c2i_a", "state.cls_embedding.embedding_table.weight", "logits"),
         ("llamagen_t2i_a", "state.cls_embedding.cap_proj.fc2.weight", "logits"),
@@ -119,7 +122,10 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, capsys: pytest.Captu
     config = json.dumps({"block_size": 16})
     bare = edited("llamagen_c2i_a", tmp_path / "b.safetensors", lambda t: None, {"config": config})
     for argv, message in (
-        ([foreign], r"error: origin 'var' cannot be checked; supported: acdit, controlar, llamagen_gpt, llamagen_vq"),
+        (
+            [foreign],
+            "origin 'var' cannot be checked; supported: acdit, controlar, llamagen_gpt, llamagen_vq, mar",
+        ),
         ([str(tmp_path / "cut.safetensors")], "is truncated or not a safetensors file"),
         ([str(tmp_path / "none")], "does not exist"),
         ([bare], "lacks what llamagen_gpt needs: 'n_head'"),
