@@ -1,0 +1,231 @@
+"""Masked decoding against a naive loop, and what it does with sets, guidance, steps and known tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from visgen.config import UserError, build, plugin_config
+from visgen.decode.engine import Engine, Generation
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise, Stream
+from visgen.nn.ancestral import walk
+from visgen.samplers.masked import reveals
+
+LABELS, SEEDS = torch.tensor([0, 2, 1]), torch.tensor([3, 1, 4])
+N, C = 16, 3
+KNOWN = torch.randn(3, N, C, generator=torch.Generator().manual_seed(0))
+KEEP = torch.rand(3, N, generator=torch.Generator().manual_seed(1)) < 0.3
+LINEAR = Guidance(2.5, schedule="linear")
+
+
+def made(**values: Any) -> Any:
+    return build(plugin_config("visgen.samplers", "masked", **{"iterations": 5, "steps": 4, **values}))
+
+
+def decode(model: Any, guidance: Guidance = LINEAR, known: Any = None, rows: Any = None, **values: Any) -> Generation:
+    rows = [0, 1, 2] if rows is None else rows
+    engine = Engine(model, guidance)
+    engine.begin({"label": LABELS[rows]}, known)
+    return engine.run(made(**values), Noise(SEEDS[rows]))
+
+
+def naive(
+    model: Any, scale: float, row: int, solver: Any = "auto", temperature: float = 1.0, keep: Any = None
+) -> Tensor:
+    """One image, by the formulas: only known tokens go into the backbone, only the tokens of a set through the head."""
+    noise, head = Noise(SEEDS[row : row + 1]), model.head
+    order = noise.bits(torch.arange(N)[None], 1, Stream.ORDER)[0, :, 0].argsort(stable=True).tolist()
+    keep = torch.zeros(N, dtype=torch.bool) if keep is None else keep[row]
+    tokens, seen = torch.where(keep[:, None], KNOWN[row], 0.0), [i for i in range(N) if keep[i]]
+    conditions = (
+        [{"label": LABELS[row : row + 1]}, torch.tensor([False])],
+        [{"label": LABELS[:1]}, torch.tensor([True])],
+    )
+    steps, left = walk(head.path, solver, 4), N
+    for k, count in enumerate(reveals(N, 5)):
+        places, left = order[N - left : N - left + count], left - count
+        w = 1 + (scale - 1) * (N - max(1, left)) / N
+        hs = [
+            model.backbone(tokens[seen][None], torch.tensor([seen], dtype=torch.int64), cond=model.condition(*c))
+            for c in conditions
+        ]
+        fresh = {}
+        for place in places:
+            if keep[place]:
+                continue
+            x = noise.normal(torch.tensor([[place]]), C, Stream.DENOISE, 0)[0, 0]
+            before, kept = torch.zeros(C), torch.zeros(C)
+            for j in range(steps.steps):
+                time, _, _, p, q, a, b, c, kk, hold = steps.rows[j].tolist()
+                out = [head.predict(x, head.about(torch.tensor(time)), head.condition(h[0, place])) for h in hs]
+                now = p * x + q * (out[1][0] + w * (out[0][0] - out[1][0]))
+                new = a * x + b * now + c * before + kk * kept
+                if steps.noisy[j]:
+                    share = (out[0][1] + 1) / 2
+                    spread = (share * steps.high[j] + (1 - share) * steps.low[j]).div(2).exp()
+                    draw = noise.normal(torch.tensor([[place]]), C, Stream.DENOISE, j + 1)[0, 0]
+                    new = new + temperature * spread * draw
+                before, kept, x = now, x if hold else kept, new
+            fresh[place] = x
+        for place, x in fresh.items():
+            tokens[place] = x
+        seen = sorted({*seen, *places})
+        assert len(seen) >= N - left and k < 5
+    return tokens
+
+
+def close(a: Tensor, b: Tensor, bound: float = 2e-3) -> bool:
+    return bool((a - b).abs().max() < bound * b.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("head", "solver", "temperature"),
+    [
+        ({}, "auto", 1.0),
+        ({}, "ancestral", 0.9),
+        ({}, "dpmpp_2m", 1.0),
+        ({}, "euler", 1.0),
+        ({"predicts": "velocity"}, "auto", 1.0),
+        ({"predicts": "velocity"}, "heun", 1.0),
+    ],
+)
+def test_it_is_the_naive_loop(make_masked: Callable[..., Any], head: Any, solver: Any, temperature: float) -> None:
+    model = make_masked(**head)
+    found = decode(model, solver=solver, temperature=temperature)
+    assert found.nfe == 5 and found.rounds.unique().tolist() == [1, 2, 3, 4, 5]
+    for row in range(3):
+        assert close(found.tokens[row], naive(model, 2.5, row, solver, temperature)), row
+
+
+def test_known_tokens_are_seen_from_the_start(make_masked: Callable[..., Any]) -> None:
+    model = make_masked()
+    found = decode(model, known=(KNOWN, KEEP)).tokens
+    assert torch.equal(found[KEEP], KNOWN[KEEP])
+    for row in range(3):
+        assert close(found[row], naive(model, 2.5, row, keep=KEEP)), row
+    free = decode(model).tokens
+    assert not torch.allclose(found[~KEEP], free[~KEEP], atol=1e-2)
+
+
+@pytest.mark.parametrize("variance", ["fixed_large", "fixed_small"])
+def test_a_fixed_variance_is_drawn_by(make_masked: Callable[..., Any], variance: str) -> None:
+    model, noise = make_masked(variance=variance), Noise(SEEDS)
+    for parameter in model.head.output.parameters():
+        parameter.zero_()  # no noise is predicted, so x0 = x / alpha
+    found = decode(model, Guidance()).tokens
+    steps, index = walk(model.head.path, "auto", 4), torch.arange(N).expand(3, -1)
+    x = noise.normal(index, C, Stream.DENOISE)
+    for j in range(4):
+        _, _, _, p, _, a, b, *_ = steps.rows[j]
+        x = a * x + b * p * x
+        if j < 3:
+            log = steps.high[j] if variance == "fixed_large" else steps.low[j]
+            x = x + (log / 2).exp() * noise.normal(index, C, Stream.DENOISE, j + 1)
+    assert close(found, x)
+
+
+def test_published_counts() -> None:
+    assert reveals(256, 16) == [2, 3, 7, 8, 11, 13, 15, 16, 19, 20, 22, 23, 23, 25, 24, 25]
+    assert reveals(256, 8) == [5, 15, 24, 31, 39, 45, 48, 49]
+    assert reveals(256, 256) == reveals(256, 1000) == [1] * 256
+    at_64 = reveals(256, 64)
+    assert at_64[:17] == [1] * 13 + [2, 3, 2, 2] and max(at_64) == 7 and sum(at_64) == 256
+    assert reveals(256, 1) == [256]
+
+
+def test_the_order_is_the_images_own(make_masked: Callable[..., Any]) -> None:
+    found = decode(make_masked(), iterations=16)
+    assert torch.equal(found.rounds.sort(1)[0], torch.arange(1, 17).expand(3, -1))
+    assert not torch.equal(found.rounds[0], found.rounds[1])
+    alone = decode(make_masked(), rows=[1], iterations=16)
+    assert torch.equal(alone.rounds[0], found.rounds[1]) and close(alone.tokens[0], found.tokens[1])
+
+
+def test_guidance_of_one_computes_one_branch(make_masked: Callable[..., Any]) -> None:
+    model = make_masked()
+    plain = decode(model, Guidance()).tokens
+    assert close(plain[1], naive(model, 1.0, 1))
+    assert not close(plain, decode(model).tokens, 0.01)
+
+
+def test_annealed_steps_are_fewer_and_begin_as_the_others(make_masked: Callable[..., Any]) -> None:
+    model = make_masked()
+    plain, annealed = decode(model, steps=20), decode(model, steps=20, last_steps=2)
+    assert plain.notes == {"head_steps": 100} and annealed.notes["head_steps"] < 75
+    first = plain.rounds == 1
+    assert torch.equal(annealed.tokens[first], plain.tokens[first])
+    assert not torch.equal(annealed.tokens[~first], plain.tokens[~first])
+    assert torch.equal(decode(model, steps=20, last_steps=20).tokens, plain.tokens)
+
+
+def test_a_decode_in_bfloat16_is_near(make_masked: Callable[..., Any]) -> None:
+    """The bodies are bfloat16; the head's input and output, its chain and the tokens are float32."""
+    model = make_masked()
+    wanted = decode(model, steps=10).tokens
+    found = decode(model.bfloat16(), steps=10).tokens
+    assert found.dtype == torch.float32 and (found - wanted).square().mean() < 0.02 * wanted.square().mean()
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a captured graph cannot hold: values read by the host, or made from its numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::")
+        assert name not in ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_an_iteration_asks_the_host_for_nothing(make_masked: Callable[..., Any], known: bool) -> None:
+    engine, noise, sampler = Engine(make_masked(), LINEAR), Noise(SEEDS), made()
+    engine.begin({"label": LABELS}, (KNOWN, KEEP) if known else None)
+    with torch.inference_mode():
+        state = sampler.init(engine, noise)
+        buffers = {k: v.data_ptr() for k, v in vars(state).items() if isinstance(v, Tensor)}
+        shapes = []
+        for _ in range(5):
+            with NoHost(), Shapes() as seen:
+                sampler.iterate(state, engine.forward, noise)
+            shapes.append(seen.shapes)
+    assert buffers == {k: v.data_ptr() for k, v in vars(state).items() if isinstance(v, Tensor)}, "static buffers"
+    assert all(s == shapes[0] for s in shapes), "one graph serves all iterations"
+
+
+class Shapes(TorchDispatchMode):
+    """Records every operation and the shapes of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.shapes.append((func.name(), tuple(out.shape) if isinstance(out, Tensor) else None))
+        return out
+
+
+def test_what_it_cannot_do_is_refused(
+    make_masked: Callable[..., Any], make_blocks: Callable[..., Any], make_model: Callable[..., Any]
+) -> None:
+    with pytest.raises(UserError, match="sampler masked is not for this model, whose backbone masks nothing; use bl"):
+        decode(make_blocks())
+    with pytest.raises(UserError, match="sampler masked is not for this model, whose tokens are codes"):
+        decode(make_model())
+    with pytest.raises(UserError, match="solver ancestral is for a model of epsilon"):
+        decode(make_masked(predicts="velocity"), solver="ancestral")
+    with pytest.raises(UserError, match=r"sampler\.temperature 0\.9 scales the noise of ancestral steps"):
+        decode(make_masked(), solver="euler", temperature=0.9)
+    engine = Engine(make_masked())
+    engine.begin({"label": LABELS})
+    with pytest.raises(UserError, match=r"sampler blockwise is not for this model, which has no blocks; use .* masked"):
+        engine.run(build(plugin_config("visgen.samplers", "blockwise")), Noise(SEEDS))
+    with pytest.raises(UserError, match=r"last_steps 2 runs eagerly alone; add --engine\.kind eager"):
+        other = type("Other", (Engine,), {})(make_masked())
+        other.begin({"label": LABELS})
+        other.run(made(last_steps=2), Noise(SEEDS))
