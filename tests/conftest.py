@@ -152,6 +152,29 @@ def make_masked() -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="session")
+def make_causal() -> Callable[..., Model]:
+    """Builds a tiny causal model over vectors in eval mode, class-conditional, with random weights everywhere."""
+
+    def make(grid: tuple[int, int, int] = (1, 4, 4), channels: int = 3, seed: int = 0, **head: Any) -> Model:
+        small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16, "continuous": True}
+        config = ModelConfig(
+            grid=grid,
+            channels=channels,
+            backbone=plugin_config("visgen.backbones", "ar", **small),
+            condition=plugin_config("visgen.conditions", "label", classes=3),
+            head=plugin_config("visgen.heads", "diffusion", **{"layers": 2, "width": 24, **head}),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Model(config).eval()
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, float(parameter.ndim == 1 and "norm" in name), 0.2)
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
     run = tmp_path_factory.mktemp("runs") / "tiny"

@@ -61,7 +61,8 @@ class Model(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
         kind = configs.implementation(config.backbone)
         head: Any = configs.implementation(config.head)
-        self._check_parts(kind.continuous, head.continuous)  # type: ignore[attr-defined]
+        vectors = bool(getattr(config.backbone, "continuous", kind.continuous))  # type: ignore[attr-defined]
+        self._check_parts(vectors, head.continuous)
         if head.denoises != kind.denoises:  # type: ignore[attr-defined]
             raise UserError(
                 f"model.head {configs.kind_of(config.head)} does not go with model.backbone "
@@ -113,18 +114,21 @@ class Model(nn.Module):
         batch: Mapping[str, Any],
         drop: Tensor | None,
         drop_control: Tensor | None = None,
+        draws: Any = None,
     ) -> Tensor:
-        """Teacher-forced loss per token [B, N] of tokens [B, N] under the batch's condition and control.
+        """Teacher-forced loss per token [B, N] of tokens [B, N(, C)] under the batch's condition and control.
 
         Args:
             drop: [B] bool, rows whose condition and control are both dropped.
             drop_control: [B] bool, rows whose control alone is dropped.
+            draws: times and noise of a head of vectors, `head.draws`; None: the same at every call.
         """
         cond = self.condition(batch, drop)
         both = drop if drop_control is None else drop_control if drop is None else drop | drop_control
         control = self.controlled(batch, both)
         h = self.backbone(tokens[:, :-1], None, cond=cond, control=control)  # [B, P + N - 1, D]
-        return self.head.loss(h[:, self.condition.prefix - 1 :], tokens)
+        h = h[:, self.condition.prefix - 1 :]
+        return self.head.loss(h, tokens) if draws is None else self.head.loss(h, tokens, draws)  # type: ignore[call-arg]
 
     def at(self, grid: Grid) -> Model:
         """The same weights, not copied, for images of another grid.

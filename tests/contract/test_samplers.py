@@ -30,10 +30,11 @@ def engine(
     make_model: Callable[..., Any],
     make_blocks: Callable[..., Any],
     make_masked: Callable[..., Any],
+    make_causal: Callable[..., Any],
 ) -> Engine:
     guidance, warp = request.param
-    if kind in ANY_ORDER:
-        return Engine(make_masked(), guidance)
+    if kind in ("masked", "causal"):
+        return Engine(make_masked() if kind == "masked" else make_causal(), guidance)
     if continuous(kind):
         return Engine(make_blocks(block=(1, 2, 4)), guidance)
     return Engine(make_model(), guidance, warp)

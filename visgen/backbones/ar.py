@@ -40,6 +40,7 @@ class Config:
         token_dropout: dropout on the input embeddings, prefix included.
         residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
+        continuous: tokens are vectors, which a linear map embeds; the model's head is then `diffusion`.
         rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
             its true one: ControlAR's weights of many resolutions have 48.
     """
@@ -56,6 +57,7 @@ class Config:
     mlp_dropout: Rate = 0.1
     drop_path: Rate = 0.0
     rope_columns: Positive | None = None
+    continuous: bool = False
 
 
 class ARTransformer(Backbone):
@@ -69,7 +71,10 @@ class ARTransformer(Backbone):
         check_heads(config.width, config.heads, config.kv_heads)
         check_head_dim(config.width // config.heads)
         self.register_buffer("coords", self._positions(layout), persistent=False)
-        self.tok_embeddings = nn.Embedding(vocab, config.width)
+        self.continuous = config.continuous
+        if config.continuous:
+            self.sampler = "causal"
+        self.tok_embeddings = (nn.Linear if config.continuous else nn.Embedding)(vocab, config.width)
         self.dropout = nn.Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
         self.layers = nn.ModuleList(Block(config, rate) for rate in rates)
@@ -120,7 +125,7 @@ class ARTransformer(Backbone):
 
     def embed(self, tokens: Tensor, pos: Tensor | None, cond: Prefix) -> Tensor:
         """Input vectors of the window [B, W, D]: the condition's at prefix slots, code embeddings elsewhere."""
-        embedded = self.tok_embeddings(tokens)
+        embedded = self.tok_embeddings(tokens.to(self.norm.weight.dtype) if self.continuous else tokens)
         vectors = cond.vectors.to(embedded.dtype)
         if pos is None:
             return torch.cat([vectors, embedded], dim=1)
@@ -140,7 +145,9 @@ class ARTransformer(Backbone):
             mask = mask & present.unsqueeze(1) | (query.unsqueeze(-1) == slots)  # a padding slot sees itself
         return mask.unsqueeze(1)
 
-    def fused(self) -> FusedAR:
+    def fused(self) -> FusedAR | None:
+        if self.continuous:
+            return None
         from visgen.backbones._ar_fused import FusedAR  # needs Triton
 
         return FusedAR(self)

@@ -118,14 +118,15 @@ class Engine:
         self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
-        if self.continuous:
-            return  # no prefix slots; the sampler reserves the cache
+        if self.continuous and self.model.backbone.sampler != "causal":
+            return  # no prefix slots; the sampler reserves the cache, if there is one
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
         filled = self.model.condition.prefix - 1
         if filled:
             pos = torch.arange(filled, device=self.device).expand(rows, -1)
-            self.model.backbone(torch.zeros_like(pos), pos, cond=self._cond, cache=self._cache)
+            ignored = torch.zeros(*pos.shape, self.model.config.channels) if self.continuous else torch.zeros_like(pos)
+            self.model.backbone(ignored.to(pos.device), pos, cond=self._cond, cache=self._cache)
 
     def prefixes(self, batch: dict[str, Any]) -> Prefix:
         """The condition's slots of all rows: K branches of the batch's images."""
@@ -152,18 +153,27 @@ class Engine:
         return self.condition.vectors.shape[0] // self.guidance.branches
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
-        """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N].
+        """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N(, C)].
 
         Before index 0 stands the condition's last slot; earlier tokens were given to earlier calls.
         """
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
-        previous = tokens.gather(1, (index - 1).clamp(min=0))  # read in token slots alone
+        before = (index - 1).clamp(min=0)  # read in token slots alone
+        previous = tokens.gather(
+            1, before if tokens.ndim == 2 else before.unsqueeze(-1).expand(-1, -1, tokens.shape[2])
+        )
         pos = (index + self.model.condition.prefix - 1).repeat(k, 1)
         h = self.model.backbone(
-            previous.repeat(k, 1), pos, cond=self._cond, control=self._control, cache=self._cache
+            previous.repeat(k, *[1] * (tokens.ndim - 1)),
+            pos,
+            cond=self._cond,
+            control=self._control,
+            cache=self._cache,
         )  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
+        if self.continuous:
+            return dist  # is walked, not filtered; the sampler keeps known tokens
         dist = dist.warped(self.warp)
         if self.known is not None:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
@@ -189,6 +199,12 @@ class Engine:
         h = self.model.backbone(values.repeat(k, 1, 1), index, cond=self._cond, level=level, cache=self._cache)
         weights = self.guidance.weights(index.clamp(max=self.tokens - 1), self.tokens)
         return self.model.head.dist(h.unflatten(0, (k, -1)), weights)
+
+    def check_sampler(self, kind: str) -> None:
+        """Refuses a sampler of vectors that is not the backbone's."""
+        fitting = self.model.backbone.sampler
+        if kind != fitting:
+            raise UserError(f"sampler {kind} is not for this model's backbone; use --sampler.kind {fitting}")
 
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:

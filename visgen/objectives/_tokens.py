@@ -24,7 +24,7 @@ def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.
     _check_labels(model, data)
     cached = hasattr(data, "grid")
     if cached:
-        _check_cache(model, data)
+        check_cache(model, data)
     if path is None:
         if not cached:
             raise UserError(
@@ -71,7 +71,8 @@ def _check_labels(model: Model, data: Data) -> None:
         )
 
 
-def _check_cache(model: Model, data: Any) -> None:
+def check_cache(model: Model, data: Any) -> None:
+    """Refuses cached tokens that are not the model's."""
     for name, mine, its in (
         ("grid", tuple(model.grid), tuple(data.grid)),
         ("vocab", None if model.continuous else model.config.vocab, data.vocab),

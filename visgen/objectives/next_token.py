@@ -1,4 +1,7 @@
-"""Next-token prediction: teacher-forced cross-entropy in raster order (LlamaGen section 2.3)."""
+"""Next-token prediction: teacher-forced cross-entropy in raster order (LlamaGen section 2.3).
+
+Of vectors (`model.channels`) it is the loss of the head at every token (causal MAR, arXiv 2406.11838, section 3.4).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from visgen.model import Model, ModelConfig
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
+from visgen.objectives._tokens import check_cache
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class NextToken(Objective):
         self.config = config
         model = Model(config.model)
         self.nets = {"model": NextTokenNet(model)}
+        if model.continuous:
+            self._check_vectors(model)
+            self.held_out_values = ("loss",)
         self.frozen: dict[str, nn.Module] = {}
         self.maps = None if model.controls is None else Maps(model.controls)
         self.sizes: list[tuple[int, int]] = []  # filled by `setup`
@@ -114,11 +121,24 @@ class NextToken(Objective):
 
                 data.check(tokenizer_hash(tokenizer))
                 preflight(tokenizer, data)  # type: ignore[arg-type]
+        if model.continuous and hasattr(data, "grid"):
+            return check_cache(model, data)
         if hasattr(data, "grid") and (tuple(data.grid), data.vocab) != (tuple(model.grid), model.config.vocab):  # type: ignore[attr-defined]
             raise UserError(
                 f"the cached codes have grid {tuple(data.grid)} and vocab {data.vocab}, objective.model has "  # type: ignore[attr-defined]
                 f"{tuple(model.grid)} and {model.config.vocab}; set objective.model.grid and .vocab to the cache's"
             )
+
+    def _check_vectors(self, model: Model) -> None:
+        """Refuses a backbone that predicts no next token, and a preview by a sampler of codes."""
+        fitting, sampler = model.backbone.sampler, configs.kind_of(self.config.preview.sampler)
+        if fitting != "causal":
+            kind = configs.kind_of(self.config.model.backbone)
+            raise UserError(
+                f"objective next_token trains a causal backbone, objective.model.backbone is {kind}; use ar"
+            )
+        if sampler != fitting:
+            raise UserError(f"objective.preview.sampler {sampler} draws no vectors; use kind {fitting}")
 
     def _start(self, model: Model) -> None:
         """Reads the weights to start from: the base model's, and the pretrained ones of the control's encoder."""
@@ -191,11 +211,12 @@ class NextToken(Objective):
             batch = self.maps.batch(batch, rng)
             rate = 0.0 if self.config.model.control is None else self.config.model.control.dropout
             alone = drops(rate, len(tokens), rng, tokens.device)
-        return nets[name](tokens, batch, drop, drop_control=alone, grid=grid)
+        draws = self.exported().head.draws(tokens.shape, rng, tokens.device) if tokens.is_floating_point() else None
+        return nets[name](tokens, batch, drop, drop_control=alone, grid=grid, draws=draws)
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         batch = batch if self.maps is None else self.maps.batch(batch)
-        return {"nats_per_token": model.loss(self.tokens(batch), batch, None).mean()}  # type: ignore[operator]
+        return {self.held_out_values[0]: model.loss(self.tokens(batch), batch, None).mean()}  # type: ignore[operator]
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer, settings = self.frozen.get("tokenizer"), self.config.preview
@@ -233,12 +254,13 @@ class NextTokenNet(nn.Module):
         drop: Tensor | None,
         drop_control: Tensor | None = None,
         grid: Grid | None = None,
+        draws: Any = None,
     ) -> tuple[Tensor, Logs]:
         model = self.model
         if grid is not None and grid != model.grid:
             if grid not in self._at:
                 self._at[grid] = model.at(grid)
             model = self._at[grid]
-        per_token = model.loss(tokens, batch, drop, drop_control)  # [B, N]
+        per_token = model.loss(tokens, batch, drop, drop_control, draws)  # [B, N]
         loss = per_token.mean()
-        return loss, {"nats_per_token": loss.detach()}
+        return loss, {"loss" if model.continuous else "nats_per_token": loss.detach()}

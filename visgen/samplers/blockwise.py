@@ -210,9 +210,7 @@ class Blockwise(Sampler):
         return fitted(tokens.float().mT, count).mT.clone(), fitted(mask, count).unsqueeze(-1).clone()
 
     def _check(self, engine: Engine) -> None:
-        kind = engine.model.backbone.sampler
-        if kind != "blockwise":
-            raise UserError(f"sampler blockwise is not for this model, which has no blocks; use --sampler.kind {kind}")
+        engine.check_sampler("blockwise")
         if self.config.scheduler is not None and type(engine) is not Engine:
             raise UserError(f"sampler.scheduler {self.config.scheduler} runs eagerly alone; add --engine.kind eager")
 

@@ -21,8 +21,9 @@ from visgen.checks import Positive, Range, Scale
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
-from visgen.nn.ancestral import Walk, Walker, log_variance, walk
+from visgen.nn.ancestral import Walk, Walker
 from visgen.samplers import Forward, Sampler
+from visgen.samplers._walk import denoised, tables, taken, walks_of
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ class Masked(Sampler):
         counts = reveals(n, self.config.iterations)
         done = [sum(counts[:k]) for k in range(len(counts))]
         guided = [min(d + c, n - 1) for d, c in zip(done, counts, strict=True)]  # the last one too, as published
-        each = {w.steps: w for w in walks}
-        first = dict(zip(each, torch.tensor([0, *each]).cumsum(0).tolist(), strict=False))
-        table = torch.cat([w.rows for w in each.values()]).to(device)
+        table, bounds, about, first = tables(walks, head, device)
         index = torch.arange(n, device=device).unsqueeze(0)
         tokens = torch.zeros(b, n, engine.model.config.channels, device=device)
         known, keep = None, None
@@ -104,12 +103,12 @@ class Masked(Sampler):
             count=torch.tensor(counts, device=device),
             guided=torch.tensor(guided, device=device),
             table=table,
-            bounds=torch.cat([torch.stack([w.low, w.high], 1) for w in each.values()]).to(device),
-            about=head.about(table[:, 0]),
+            bounds=bounds,
+            about=about,
             known=known,
             keep=keep,
             width=max(counts),
-            walks=[(first[w.steps], w.noisy) for w in walks],
+            walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
             hidden=lambda values, at, level: _hidden(engine, values, at, level),
             law=lambda h, at: head.dist(h, engine.guidance.weights(at, n + 1)),
@@ -122,36 +121,20 @@ class Masked(Sampler):
         shown = rank < done  # [1, N], in the order of drawing
         if state.keep is not None:
             shown = shown | state.keep.gather(1, state.order)
-        h = state.hidden(_taken(state.tokens, state.order), state.order, (~shown).float() - 1)  # [K, B, N, D]
+        h = state.hidden(taken(state.tokens, state.order), state.order, (~shown).float() - 1)  # [K, B, N, D]
         at = state.order.index_select(1, ((done + rank[0, :width]) % n))  # [B, W] wraps round where the set is smaller
         h = h.gather(2, at[None, :, :, None].expand(len(h), -1, -1, h.shape[-1]))
-        drawn = self._denoised(state, state.law(h, guided.expand_as(at)), at, noise)
+        start, noisy = state.walks[state.turn % len(state.walks)]
+        law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
+        drawn = denoised(law, at, noise, channels, state, start, noisy, self.config.temperature)
         if state.known is not None and state.keep is not None:
-            drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), _taken(state.known, at), drawn)
-        drawn = torch.where((rank[0, :width] < count).unsqueeze(-1), drawn, _taken(state.tokens, at))
+            drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
+        drawn = torch.where((rank[0, :width] < count).unsqueeze(-1), drawn, taken(state.tokens, at))
         state.tokens.scatter_(1, at.unsqueeze(-1).expand_as(drawn), drawn)
         fixed = torch.where(rank[:, :width] < count, state.step + 1, state.rounds.gather(1, at))
         state.rounds.scatter_(1, at, fixed)
         state.step += 1
         state.turn += 1
-
-    def _denoised(self, state: State, law: Any, at: Tensor, noise: Noise) -> Tensor:
-        """Tokens [B, W, C] of the places at [B, W]; the noise of a step is keyed by place and step alone."""
-        start, noisy = state.walks[state.turn % len(state.walks)]
-        draws = _noise(noise, at, state.tokens.shape[-1], 1 + sum(noisy))
-        x = draws[0]
-        before, kept = torch.zeros_like(x), torch.zeros_like(x)
-        for j, draw in enumerate(noisy):
-            _, _, _, p, q, a, b, c, k, keep = state.table[start + j].unbind()
-            out, share = law.predict(x, state.about[start + j])
-            now = p * x + q * out
-            new = a * x + b * now + c * before + k * kept
-            if draw:
-                low, high = state.bounds[start + j].unbind()
-                spread = (log_variance(share, low, high, law.head.config.variance) / 2).exp()
-                new = new + self.config.temperature * spread * draws[1 + j]
-            before, kept, x = now, torch.where(keep > 0, x, kept), new
-        return x
 
     def iterations(self, engine: Engine) -> int:
         return min(self.config.iterations, engine.tokens)
@@ -165,27 +148,16 @@ class Masked(Sampler):
         Raises:
             UserError: a model without a diffusion head, or settings that it or the engine cannot follow.
         """
-        config, kind = self.config, engine.model.backbone.sampler
-        if kind != "masked":
-            raise UserError(f"sampler masked is not for this model, whose backbone masks nothing; use {kind}")
+        config, total = self.config, engine.tokens
+        engine.check_sampler("masked")
         if config.last_steps not in (None, config.steps) and type(engine) is not Engine:
             raise UserError(f"sampler.last_steps {config.last_steps} runs eagerly alone; add --engine.kind eager")
-        made: dict[int, Walk] = {}
-        walks = []
-        counts = reveals(engine.tokens, config.iterations)
-        for k in range(len(counts)):
-            known = sum(counts[:k]) / engine.tokens
-            final = config.steps if config.last_steps is None else config.last_steps
-            steps = round(config.steps + (final - config.steps) * known)
-            if steps not in made:
-                made[steps] = walk(engine.model.head.path, config.solver, steps, config.shift, config.last)
-            walks.append(made[steps])
-        if config.temperature != 1 and not any(walks[0].noisy):
-            raise UserError(
-                f"sampler.temperature {config.temperature} scales the noise of ancestral steps, of which these are "
-                "none; leave it out"
-            )
-        return walks
+        final = config.steps if config.last_steps is None else config.last_steps
+        counts = reveals(total, config.iterations)
+        known = [sum(counts[:k]) / total for k in range(len(counts))]
+        return walks_of(
+            config, engine.model.head.path, [round(config.steps + (final - config.steps) * u) for u in known]
+        )
 
 
 def reveals(tokens: int, iterations: int) -> list[int]:
@@ -205,16 +177,3 @@ def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor) -> Tensor
     rows = (x.expand(len(values), *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level))
     tokens, pos, level = rows
     return model.backbone(tokens, pos, cond=engine.condition, level=level).unflatten(0, (k, -1))
-
-
-def _taken(x: Tensor, places: Tensor) -> Tensor:
-    """[B, N, C] at places [B, W] -> [B, W, C]."""
-    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-
-def _noise(noise: Noise, at: Tensor, channels: int, count: int) -> Tensor:
-    """`count` draws [count, B, W, C] for places [B, W], all at once."""
-    index = at.unsqueeze(1).expand(-1, count, -1)
-    which = torch.arange(count, device=at.device).view(1, -1, 1).expand_as(index)
-    made = noise.normal(index.flatten(1), channels, Stream.DENOISE, which.flatten(1))
-    return made.unflatten(1, (count, -1)).transpose(0, 1)

@@ -1,0 +1,78 @@
+"""How a diffusion head's law is walked to a token: settings, tables and the loop, shared by the samplers that do so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visgen.config import UserError
+from visgen.decode.noise import Noise, Stream
+from visgen.nn.ancestral import Walk, log_variance, walk
+
+
+def walks_of(config: Any, path: Any, counts: Sequence[int]) -> list[Walk]:
+    """Walks of the given numbers of steps, by a sampler's `solver`, `shift`, `last` and `temperature`; equal numbers
+    give one object.
+
+    Raises:
+        UserError: settings that the path does not have.
+    """
+    made = {n: walk(path, config.solver, n, config.shift, config.last) for n in dict.fromkeys(counts)}
+    found = [made[n] for n in counts]
+    if config.temperature != 1 and not any(found[0].noisy):
+        raise UserError(
+            f"sampler.temperature {config.temperature} scales the noise of ancestral steps, of which these are none; "
+            "leave it out"
+        )
+    return found
+
+
+def tables(walks: Sequence[Walk], head: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Of all different walks, one behind another, on the device: the fields of `Row` [S, 10], bounds of the log
+    variance [S, 2], the head's embeddings of time [S, width]; and the first row of each given walk."""
+    each = {w.steps: w for w in walks}
+    first = dict(zip(each, torch.tensor([0, *each]).cumsum(0).tolist(), strict=False))
+    table = torch.cat([w.rows for w in each.values()]).to(device)
+    bounds = torch.cat([torch.stack([w.low, w.high], 1) for w in each.values()]).to(device)
+    return table, bounds, head.about(table[:, 0]), [first[w.steps] for w in walks]
+
+
+def denoised(
+    law: Any, at: Tensor, noise: Noise, channels: int, state: Any, start: int, noisy: Sequence[bool], temperature: float
+) -> Tensor:
+    """Tokens [B, W, C] of the places at [B, W]; the noise of a step is keyed by place and step alone.
+
+    Args:
+        state: has `table`, `bounds` and `about` (`tables`), of which the walk begins at row `start`.
+        noisy: of every step, whether it draws.
+    """
+    draws = _draws(noise, at, channels, 1 + sum(noisy))
+    x = draws[0]
+    before, kept = torch.zeros_like(x), torch.zeros_like(x)
+    for j, draw in enumerate(noisy):
+        _, _, _, p, q, a, b, c, k, keep = state.table[start + j].unbind()
+        out, share = law.predict(x, state.about[start + j])
+        now = p * x + q * out
+        new = a * x + b * now + c * before + k * kept
+        if draw:
+            low, high = state.bounds[start + j].unbind()
+            spread = (log_variance(share, low, high, law.head.config.variance) / 2).exp()
+            new = new + temperature * spread * draws[1 + j]
+        before, kept, x = now, torch.where(keep > 0, x, kept), new
+    return x
+
+
+def taken(x: Tensor, places: Tensor) -> Tensor:
+    """[B, N, C] at places [B, W] -> [B, W, C]."""
+    return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _draws(noise: Noise, at: Tensor, channels: int, count: int) -> Tensor:
+    """`count` draws [count, B, W, C] for places [B, W], all at once."""
+    index = at.unsqueeze(1).expand(-1, count, -1)
+    which = torch.arange(count, device=at.device).view(1, -1, 1).expand_as(index)
+    made = noise.normal(index.flatten(1), channels, Stream.DENOISE, which.flatten(1))
+    return made.unflatten(1, (count, -1)).transpose(0, 1)

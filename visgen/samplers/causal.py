@@ -1,0 +1,79 @@
+"""Token by token with vectors: one backbone evaluation for each, whose law the head's denoising draws.
+
+Source: the causal variant of MAR (Li et al. 2024, arXiv 2406.11838, section 3.4), in raster order. The head's whole
+loop is part of an iteration, and its tables lie on the device, so one graph serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from visgen.checks import Positive, Range, Scale
+from visgen.decode.engine import Engine
+from visgen.decode.noise import Noise
+from visgen.nn.ancestral import Walker
+from visgen.samplers import Forward, Sampler
+from visgen.samplers._walk import denoised, tables, taken, walks_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """Autoregression over vectors.
+
+    Attributes:
+        steps: of the head's denoising, for every token.
+        solver, shift, last, temperature: as of `masked`.
+    """
+
+    steps: Positive = 100
+    solver: Walker = "auto"
+    shift: Scale = 1.0
+    last: Annotated[int, Range(1, 999)] | None = None
+    temperature: Scale = 1.0
+
+
+@dataclass
+class State:
+    tokens: Tensor  # [B, N, C]
+    index: Tensor  # [B, 1], the token to be drawn next
+    table: Tensor  # [S, 10]
+    bounds: Tensor  # [S, 2]
+    about: Tensor  # [S, width]
+    known: Tensor | None  # [B, N, C]
+    keep: Tensor | None  # [B, N] bool
+    noisy: tuple[bool, ...]
+
+
+class Causal(Sampler):
+    """Draws token k from its law given tokens < k, by the noise of (seed, k)."""
+
+    continuous = True
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def init(self, engine: Engine, noise: Noise) -> State:
+        engine.check_sampler("causal")
+        head, device, shape = engine.model.head, engine.device, (engine.batch, engine.tokens)
+        walk = walks_of(self.config, head.path, [self.config.steps])[0]
+        known, keep = None, None
+        if engine.known is not None:
+            known, keep = engine.known[0].float().clone(), engine.known[1].clone()
+        tokens = torch.zeros(*shape, engine.model.config.channels, device=device)
+        index = torch.zeros(shape[0], 1, dtype=torch.int64, device=device)
+        return State(tokens, index, *tables([walk], head, device)[:3], known, keep, walk.noisy)
+
+    def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
+        law, at, channels = forward(state.tokens, state.index), state.index, state.tokens.shape[-1]
+        drawn = denoised(law, at, noise, channels, state, 0, state.noisy, self.config.temperature)
+        if state.known is not None and state.keep is not None:
+            drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
+        state.tokens.scatter_(1, at.unsqueeze(-1).expand_as(drawn), drawn)
+        state.index += 1
+
+    def iterations(self, engine: Engine) -> int:
+        return engine.tokens
