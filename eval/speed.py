@@ -2,6 +2,7 @@
 
 python eval/speed.py --config configs/imagenet256/ar_l.yaml --batches 1 64 --guidance.scale 2
 python eval/speed.py --checkpoint assets/fashion32 --batches 1 16
+python eval/speed.py --config configs/imagenet256/mar_b.yaml --sampler.kind masked --guidance.scale 2.9
 """
 
 from __future__ import annotations
@@ -69,11 +70,6 @@ def main() -> None:
     if not hasattr(model.config.condition, "classes"):
         raise UserError(
             "eval/speed.py decodes class-conditional models, this one is told something else; time it by sample.py"
-        )
-    if model.continuous:
-        raise UserError(
-            "eval/speed.py compares with the bytes that decoding codes one by one reads; time a model of vectors by "
-            "sample.py"
         )
     copy = speed.bandwidth(device)
     rows = []

@@ -14,7 +14,7 @@ import torch
 from programs import program
 
 from visgen import speed
-from visgen.config import UserError, build, load, run_program
+from visgen.config import UserError, build, load, plugin_config, run_program
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
@@ -125,3 +125,17 @@ def test_a_copy_has_a_bandwidth() -> None:
 def test_errors_are_user_errors() -> None:
     with pytest.raises(UserError, match="one of --checkpoint"):
         program("speed").build(program("speed").SpeedConfig())
+
+
+@pytest.mark.parametrize(("kind", "iterations"), [("masked", 4), ("causal", 16)])
+def test_models_of_vectors_are_timed_against_their_weights(
+    make_masked: Callable[..., Any], make_causal: Callable[..., Any], kind: str, iterations: int
+) -> None:
+    model = make_masked() if kind == "masked" else make_causal()
+    sampler = plugin_config("visgen.samplers", kind, steps=3, **({"iterations": 4} if kind == "masked" else {}))
+    settings = EngineConfig(device="cpu"), sampler, Guidance(2.0), Warp()
+    found = speed.measure(model, *settings, 2, 1e9, repeats=1)
+    head = sum(p.numel() for p in model.head.parameters()) * 4
+    rest = sum(p.numel() for p in model.parameters()) * 4 - head
+    assert found.nfe == iterations and found.notes == {"head_steps": 3 * iterations}
+    assert found.floor == pytest.approx(iterations * (rest + 3 * head) / 1e9)

@@ -35,8 +35,8 @@ class Speed:
         begin: median seconds of what comes before a decode: the encoder of a control's maps, the slots of a prefix.
         nfe: backbone evaluations of all repeats' decodes, their mean; nfe_per_image: until an image is complete, mean.
         images_per_s: of the median; ms_per_step: mean.
-        floor: seconds at the bandwidth of a copy, for the steps of plain autoregression, batch by batch; fraction:
-            floor / seconds.
+        floor: seconds at the bandwidth of a copy, for the steps of plain autoregression, batch by batch, or of vectors
+            for the weights that the decode reads; fraction: floor / seconds.
         peak_bytes: most that the allocator held during decodes, weights included; None off CUDA.
         over: peak_bytes over weights and cache.
         notes: what the sampler chose or counted in the last decode.
@@ -82,7 +82,19 @@ def floor_bytes(model: Model, rows: int) -> int:
     return weights * model.tokens + rows * slot * seen
 
 
+def walked_bytes(model: Model, nfe: float, head_steps: float | None = None) -> float:
+    """Bytes that decoding vectors reads at least, by `nfe` evaluations of the backbone and `head_steps` of the head (as
+    many, where the head has no steps of its own): their weights. A cache is left out."""
+    head, rest = (
+        sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name.startswith("head.") == wanted)
+        for wanted in (True, False)
+    )
+    return rest * nfe + head * (nfe if head_steps is None else head_steps)
+
+
 def cache_bytes(model: Model, rows: int) -> int:
+    if model.backbone.sampler == "masked":
+        return 0
     cache = model.backbone.make_cache(rows, torch.device("meta"), next(model.parameters()).dtype)
     return 2 * cache.keys.numel() * cache.keys.element_size()
 
@@ -141,7 +153,8 @@ def measure(
         kernels.append(_kernels(lambda: decode(0), device))
     seconds, rows = statistics.median(lap.seconds for lap in laps), batch * guidance.branches
     nfe = statistics.mean(lap.nfe for lap in laps)
-    floor = floor_bytes(model, rows) / copy * images / batch
+    read = walked_bytes(model, nfe, laps[-1].notes.get("head_steps")) if model.continuous else floor_bytes(model, rows)
+    floor = read / copy * images / batch
     held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
     return Speed(
         batch=batch,

@@ -7,7 +7,7 @@ loop is part of an iteration, and its tables lie on the device, so one graph ser
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -77,3 +77,6 @@ class Causal(Sampler):
 
     def iterations(self, engine: Engine) -> int:
         return engine.tokens
+
+    def notes(self, state: State) -> dict[str, Any]:
+        return {"head_steps": state.tokens.shape[1] * len(state.noisy)}
