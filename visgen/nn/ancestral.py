@@ -19,7 +19,7 @@ from visgen.nn.diffusion import TIMES, Path, Row, Solver, rows
 
 Variance = Literal["learned_range", "fixed_large", "fixed_small"]
 Walker = Literal["auto", "ancestral", "dpmpp_2m", "euler", "heun"]
-LAST_DETERMINISTIC = 989  # at 999 of the cosine schedule an error of the noise counts 20,000 times in x0
+LAST = 989  # at 999 of the cosine schedule an error of the noise counts 20,000 times in x0
 
 
 class Walk(NamedTuple):
@@ -61,8 +61,9 @@ def walk(path: Path, solver: Walker, steps: int, shift: float = 1.0, last: int |
     Args:
         solver: ancestral, for a model of noise, or one of `diffusion.rows`; auto: ancestral for a model of noise, euler
             for one of velocity.
-        last: of a model of noise, the time at which the walk begins. None: 999 for ancestral, as published; 989 for
-            the others, since nothing washes out the errors of a first step at 999.
+        last: of a model of noise, the time at which the walk begins; None: 989. MAR as published begins at 999, where a
+            step multiplies the error of the noise by 316: a deterministic walk keeps that, and an ancestral one of a
+            head that is not trained to the end explodes.
 
     Raises:
         UserError: more steps than times, or a method that the path does not have.
@@ -75,12 +76,13 @@ def walk(path: Path, solver: Walker, steps: int, shift: float = 1.0, last: int |
             use = "use euler, heun or dpmpp_2m" if solver == "ancestral" else "leave it out"
             raise UserError(f"{what} is for a model of epsilon, this one predicts velocity; {use}")
         return _quiet(rows(path, solver, steps, shift))
+    last = LAST if last is None else last
     if solver != "ancestral":
         chosen: Solver = solver
-        return _quiet(rows(path, chosen, steps, shift, LAST_DETERMINISTIC if last is None else last))
+        return _quiet(rows(path, chosen, steps, shift, last))
     if shift != 1:
         raise UserError(f"shift {shift} is for a model of velocity, this one predicts epsilon; use 1")
-    times = kept_times(steps, TIMES - 1 if last is None else last)
+    times = kept_times(steps, last)
     table, low, high = chain(path, times)
     return Walk(table.flip(0), low.flip(0), high.flip(0), (*[True] * (steps - 1), False))
 
