@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
-    "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / loading / "
-    "encode trajectories convert sample evaluate speed exactness mutants / small_set clip_score maps / control_set / "
-    "train / programs"
+    "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / "
+    "loading known pictures / encode trajectories convert sample evaluate speed exactness mutants / "
+    "small_set clip_score maps / control_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"checks", "config"}, "metrics": {"config"}}  # stricter than their layer
