@@ -23,12 +23,14 @@ class Backbone(nn.Module, ABC):
         layout: slots and who sees whom.
         continuous: whether its tokens are vectors; `vocab` is then their width C.
         sampler: the kind of sampler that decodes it.
+        shift: slot P - shift + k holds what predicts token k: 1, the slot before its own; or 0, its own.
     """
 
     width: int
     layout: Layout
     continuous: bool = False
     sampler: str = "ar"
+    shift: int = 1
 
     @classmethod
     def arrange(cls, config: Any, grid: Grid, prefix: int, coords: Tensor | None = None) -> Layout:
@@ -59,7 +61,7 @@ class Backbone(nn.Module, ABC):
             cache: keys and values of earlier slots; the window's own are written into it.
 
         Returns:
-            h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
+            h [B, W, D]; slot s holds what predicts the token of slot s + `shift`.
         """
 
     def at(self, layout: Layout) -> Backbone:
