@@ -158,6 +158,24 @@ def make_student() -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="session")
+def teacher_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a teacher of students: 4 x 4 tokens of 16 codes of 3 channels, images of 8 px, three classes."""
+    run = tmp_path_factory.mktemp("runs") / "teacher"
+    config = small_config("tokenizers", "conv_vq", image_size=8, codes=16, channels=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokenizer = build(config).eval()
+    model = make_model(grid=tokenizer.grid, vocab=16)
+    folder = run / checkpoint.step_name(1)
+    folder.mkdir(parents=True)
+    facts = {"classes": json.dumps(["a", "b", "c"]), "tokenizer": checkpoint.tokenizer_hash(tokenizer)}
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
+    (folder / checkpoint.META).write_text("{}")
+    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, config)
+    return run
+
+
+@pytest.fixture(scope="session")
 def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
     run = tmp_path_factory.mktemp("runs") / "tiny"

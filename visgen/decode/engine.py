@@ -74,11 +74,13 @@ class Engine:
     Attributes:
         given, known: the arguments of the last `begin`.
         continuous: whether tokens are vectors.
+        student: whether every slot predicts its own token (`whole`).
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
     """
 
     fused = False
     continuous = False
+    student = False
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Engine:
         tokenizer: str | None = None,
     ) -> None:
         self.model = model
-        self.continuous = model.continuous
+        self.continuous, self.student = model.continuous, not model.backbone.shift
         self.tokenizer = tokenizer
         self.guidance = guidance or Guidance()
         self.warp = warp or Warp()
@@ -118,7 +120,7 @@ class Engine:
         self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
-        if self.continuous or not self.model.backbone.shift:
+        if self.continuous or self.student:
             return  # the sampler reserves the cache, or needs none
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
@@ -210,10 +212,10 @@ class Engine:
         Raises:
             UserError: the sampler draws codes and the model vectors, or the other way round.
         """
-        whole = not self.model.backbone.shift
-        if (getattr(sampler, "continuous", False), getattr(sampler, "whole", False)) != (self.continuous, whole):
+        asked = getattr(sampler, "continuous", False), getattr(sampler, "whole", False)
+        if asked != (self.continuous, self.student):
             kind, use = type(sampler).__module__.rpartition(".")[2], self.model.backbone.sampler
-            what = "vectors" if self.continuous else "all drawn at once" if whole else "codes"
+            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes"
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
         state, step, _ = self.prepared(sampler, noise)
         self.synchronize()
