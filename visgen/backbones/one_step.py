@@ -75,9 +75,7 @@ class OneStep(Trunk):
         super().__init__(config, layout, vocab)
         self.taught = config.guidance, config.warp
         if config.second >= layout.tokens:
-            raise UserError(
-                f"backbone.second {config.second} must be one of the {layout.tokens} tokens, counted from 0"
-            )
+            raise UserError(f"backbone.second {config.second} must be below the number of tokens, {layout.tokens}")
 
     def add_inputs(self, vocab: int) -> None:
         channels, width = self.config.channels, self.width
