@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,48 @@ def test_a_student_from_its_teacher_to_images(teacher_dir: Path, tmp_path: Path)
     facts = checkpoint.read_metadata(checkpoint.find_step(tmp_path / "run") / checkpoint.WEIGHTS)
     assert facts["teacher"] == checkpoint.weights_hash(checkpoint.load_model(teacher_dir))
     assert json.loads(facts["classes"]) == ["a", "b", "c"]
+
+
+def test_a_controlled_teacher_makes_a_controlled_student(
+    make_control_run: Callable[..., Path], small: Callable[..., Any], tmp_path: Path
+) -> None:
+    teacher_run = make_control_run(tmp_path / "teacher")
+    teacher = checkpoint.load_model(teacher_run)
+    student = plugin_config("visgen.backbones", "one_step", **{**BACKBONE, "layers": 3, "channels": 8, **TOLD})
+    model = dataclasses.replace(settings(None).model, grid=(1, 8, 8), backbone=student, control=teacher.config.control)
+    data = build(plugin_config("visgen.data", "synthetic", n=4, n_held_out=4, image_size=16, classes=3), "train")
+    objective = DD1(Config(model, teacher_run))
+    objective.setup(data)
+    own: Any = objective.exported()
+    assert torch.equal(
+        own.control.state_dict()[name := next(iter(own.control.state_dict()))], teacher.control.state_dict()[name]
+    )
+    many = data.get_many(range(4))
+    batch: Any = {"label": many["label"], "pixels": many["pixels"].float() / 127.5 - 1}
+    mapped = objective.maps.batch(batch)  # type: ignore[union-attr]
+    seeds = torch.arange(4)
+    pairs_of = {name: objective._tokens(given, seeds) for name, given in (("map", mapped), ("none", batch))}
+    assert not torch.equal(pairs_of["map"], pairs_of["none"])
+    for given in (mapped, {**mapped, "map": mapped["map"].flip(0)}):
+        engine = Engine(teacher, *TOLD.values())
+        wanted = make_pairs(engine, own.backbone.codes, {"label": given["label"], "map": given["map"]}, seeds)
+        assert torch.equal(objective._tokens(given, seeds), wanted)
+    loss, _ = objective.loss("student", objective.nets, batch, 0, torch.Generator().manual_seed(0))
+    loss.backward()
+    assert all(p.grad is not None for p in own.control.parameters())
+    with torch.no_grad():
+        assert 0 <= float(objective.held_out(own, batch)["agreement"]) <= 1
+        engine = Engine(own.eval())
+        drawn = []
+        for given in (mapped, batch):
+            engine.begin(given)
+            drawn.append(engine.run(OneStep(SamplerConfig()), Noise(seeds)).tokens)
+        assert not torch.equal(*drawn)
+    plain = dataclasses.replace(model, control=None)
+    DD1(Config(plain, teacher_run)).setup(data)  # may leave the control out
+    other = DD1(Config(dataclasses.replace(model, control=small("controls", "hed")), teacher_run))
+    with pytest.raises(UserError, match=r"its control is canny, objective.model has hed"):
+        other.setup(data)
 
 
 # ------------------------------------------------------------------------------------------------- known toy problems

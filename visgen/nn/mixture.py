@@ -58,7 +58,7 @@ def posterior(
     """
     with torch.autocast(x.device.type, enabled=False):
         x, codes = _wide(x), _wide(codes)
-        t = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(len(x), 1)
+        t = t.to(x.dtype).expand(len(x), 1) if isinstance(t, Tensor) else x.new_full((len(x), 1), t)
         top = x.new_full((len(x), 1), -torch.inf)
         total, first = x.new_zeros(len(x), 1), torch.zeros_like(x)
         second = x.new_zeros(len(x), x.shape[1] ** 2) if covariance else None

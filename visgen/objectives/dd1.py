@@ -3,7 +3,8 @@
 The teacher turns the noise of an image into tokens one by one, each by the flow of its law (`samplers/_teacher.py`).
 Given the noise that is a function, and the student learns it: by cross-entropy of every token, and if wanted by a
 regression of the code vectors. In half of the samples the tokens before `second` are given, which is what the second
-pass of sampling starts from. No picture is looked at: a batch says what is asked for, its labels or texts, no more.
+pass of sampling starts from. A batch says what is asked for, its labels, texts and control maps; its pictures are never
+looked at, but for the maps. A teacher with control teaches the images of each map; the student then has it too.
 
 Known of the authors' recipe: architecture, the set of starts {first token, t}, targets, EMA. Not published: weights of
 the losses, how the tokens are split between them, and the optimiser. Here all tokens have the cross-entropy, so that
@@ -28,11 +29,12 @@ from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
 from visgen.nn.mixture import STEPS
 from visgen.objectives import Logs, Objective
+from visgen.objectives._control import Maps
 from visgen.objectives._tokens import check_labels
 from visgen.samplers._teacher import Teacher, codes_of, make_pairs, noise_of, read_teacher
 
 SEEDS = 1 << 62  # training draws seeds below it, evaluation begins with it
-ASKED = ("label", "text", "text_mask")  # of a batch, what a condition reads
+ASKED = ("label", "text", "text_mask", "map")  # of a batch, what condition and control read
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Config:
         model: the student. Its backbone says for which second pass it is trained (`second`) and which guidance and
             filters its teacher's probabilities have, for good.
         teacher: run directory of an autoregressive model with its tokenizer.
-        start: from the teacher's weights, as published: condition, layers, norm and logits; or from scratch.
+        start: from the teacher's weights, as published: condition, layers, norm, logits, control; or from scratch.
         regression: weight of the squared error of the code vectors; 0: the student has no such output.
         precision: that the teacher makes pairs in, where these are not read (`data.kind: pairs`).
         captured: on a GPU, make pairs by the captured engine instead of the eager one.
@@ -92,6 +94,7 @@ class DD1(Objective):
         _check_student(model, config.regression)
         self.nets = {"student": StudentNet(model, config.regression)}
         self.frozen: dict[str, nn.Module] = {}
+        self.maps = None if model.controls is None else Maps(model.controls)
         self._engine: Engine | None = None
 
     def setup(self, data: Data) -> None:
@@ -101,6 +104,9 @@ class DD1(Objective):
         check_labels(model, data)
         _check_teacher(model, teacher, f"objective.teacher {self.config.teacher}")
         model.backbone.codes.copy_(codes_of(teacher.tokenizer))
+        if self.maps is not None:
+            self.maps.setup(data)
+            self.frozen |= {f"control_{kind}": control for kind, control in self.maps.kinds.items()}
         if self.config.start == "teacher":
             start_from_teacher(model, teacher.model)
         self.facts = {"teacher": teacher.hash, "teacher_path": str(self.config.teacher)}
@@ -111,9 +117,13 @@ class DD1(Objective):
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.config.precision]
         self.frozen["teacher"] = teacher.model.to(kind)
 
+    def reading(self, data: Data) -> Data:
+        return data if self.maps is None else self.maps.reading(data)
+
     def loss(
         self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
     ) -> tuple[Tensor, Logs]:
+        batch = batch if self.maps is None else self.maps.batch(batch, rng)
         rows, device = _rows(batch), self.exported().parameter_device()
         seeds = batch["seed"] if "seed" in batch else torch.randint(SEEDS, (rows,), generator=rng, device=device)
         tokens = self._tokens(batch, seeds)
@@ -140,6 +150,7 @@ class DD1(Objective):
 
     def held_out(self, model: Any, batch: Batch) -> Logs:
         """Cross-entropy of one pass, and how many of its tokens are the teacher's."""
+        batch = batch if self.maps is None else self.maps.batch(batch)
         device = model.parameter_device()
         seeds = batch["seed"] if "seed" in batch else SEEDS + torch.arange(_rows(batch), device=device)
         tokens = self._tokens(batch, seeds)
@@ -151,13 +162,20 @@ class DD1(Objective):
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer: Any = self.frozen.get("tokenizer")
-        if tokenizer is None or not hasattr(self.config.model.condition, "classes"):
+        if tokenizer is None:
             return None
         index = torch.arange(self.config.preview.images, device=next(model.parameters()).device)
+        given = asked(batch if self.maps is None else self.maps.batch(batch))
+        given = {name: value.to(index.device)[index % len(value)] for name, value in given.items()}
+        if self.maps is None and "label" in given:
+            given["label"] = index % self.config.model.condition.classes
         engine = Engine(model)
-        engine.begin({"label": index % self.config.model.condition.classes})
+        engine.begin(given)
         tokens = engine.run(configs.build(self.config.preview.sampler), Noise(index + seed)).tokens
-        return tokenizer.decode(tokens)[:, 0]
+        images = tokenizer.decode(tokens)[:, 0]
+        if self.maps is None:
+            return images
+        return torch.stack([given["map"][:, 0].to(images), images], 1).flatten(0, 1)  # each beside its map
 
 
 class StudentNet(nn.Module):
@@ -183,7 +201,8 @@ class StudentNet(nn.Module):
 def hidden(model: Any, values: Tensor, level: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Any]:
     """h [B, N, D] of the slots of the tokens, and the condition."""
     cond = model.condition(batch)
-    return model.backbone(values, None, cond=cond, level=level)[:, model.condition.prefix :], cond
+    h = model.backbone(values, None, cond=cond, level=level, control=model.controlled(batch))
+    return h[:, model.condition.prefix :], cond
 
 
 def inputs(model: Any, tokens: Tensor, seeds: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,12 +224,12 @@ def _rows(batch: Any) -> int:
 
 
 def start_from_teacher(student: Model, teacher: Model) -> None:
-    """Copies condition, layers, last norm and logits; the input is another one, and new.
+    """Copies condition, layers, last norm, logits and control; the input is another one, and new.
 
     Raises:
         UserError: the student has another shape.
     """
-    parts = "condition.", "backbone.layers.", "backbone.norm.", "head."
+    parts = "condition.", "backbone.layers.", "backbone.norm.", "head.", *(["control."] if student.control else [])
     taken = {name: value for name, value in teacher.state_dict().items() if name.startswith(parts)}
     own = student.state_dict()
     wrong = [name for name in taken if name not in own or own[name].shape != taken[name].shape]
@@ -246,10 +265,16 @@ def _check_teacher(model: Any, teacher: Teacher, where: str) -> None:
         ("grid", tuple(its.grid), tuple(mine.grid)),
         ("vocab", its.vocab, mine.vocab),
         ("condition.classes", getattr(its.condition, "classes", None), getattr(mine.condition, "classes", None)),
+        ("control", *(_control(config, mine.control is not None) for config in (its, mine))),
         ("backbone.channels", teacher.tokenizer.channels, mine.backbone.channels),
     ):
         if one != other:
             raise UserError(f"{where}: its {name} is {one}, objective.model has {other}; set it to the teacher's")
+
+
+def _control(config: ModelConfig, wanted: bool) -> str:
+    """The kind of a model's control; a teacher's is left alone where the student has none."""
+    return "none" if config.control is None or not wanted else configs.kind_of(config.control)
 
 
 def _check_student(model: Any, regression: float) -> None:
