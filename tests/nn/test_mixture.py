@@ -9,6 +9,7 @@ import reference
 import torch
 from scipy import stats
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visgen.nn.mixture import (
     CHUNK,
@@ -228,6 +229,14 @@ def test_the_map_does_not_depend_on_the_scale_of_the_codes() -> None:  # S8
     noise = torch.randn(1000, 8, generator=rng(8), dtype=torch.float64)
     same = fm_map(noise, logp, codes, steps=600) == fm_map(noise, logp, codes / math.sqrt(8), steps=2400)
     assert same.float().mean() >= 0.999
+
+
+def test_nothing_is_read_by_the_host() -> None:
+    """Fake tensors have no values to be read, so an iteration that maps a token can be captured."""
+    with FakeTensorMode():
+        codes, logp, noise = torch.empty(64, 8), torch.empty(5, 64), torch.empty(5, 8)
+        assert fm_map(noise, logp, codes, chunk=20).shape == (5,)
+        assert posterior(noise, 0.5, logp, codes, chunk=20).log_mass.shape == (5,)
 
 
 def test_a_token_does_not_depend_on_its_company() -> None:  # S10

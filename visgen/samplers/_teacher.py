@@ -91,7 +91,7 @@ class State:
 
 
 class Mapped(Sampler):
-    """Token by token, as `ar`, each from its own noise. Engines cache it by its type: one codebook an engine.
+    """Token by token, as `ar`, each from its own noise.
 
     Args:
         codes: [V, C], of `codes_of`.
@@ -99,6 +99,7 @@ class Mapped(Sampler):
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
+        self.config = f"codes at {codes.data_ptr()}"  # by which a captured engine knows whose graph it has
 
     def init(self, engine: Engine, noise: Noise) -> State:
         tokens = torch.zeros(engine.batch, engine.tokens, dtype=torch.int64, device=engine.device)

@@ -160,12 +160,12 @@ class OneStep(Sampler):
             raise UserError("a one-step student holds its teacher's guidance and filters; leave guidance and warp out")
         if config.passes == 2 and not student.second:
             raise UserError("sampler.passes 2: this student was trained for one pass alone; set it to 1")
+        if config.teacher is not None and not student.second:
+            raise UserError("sampler.teacher draws between two passes; this student was trained for one pass alone")
         if config.teacher is not None and (config.passes != 2 or config.first >= student.second):
             raise UserError(
                 f"sampler.teacher draws tokens {config.first} to {student.second - 1} between two passes; set "
                 f"sampler.passes to 2 and sampler.first below {student.second}"
-                if student.second
-                else "sampler.teacher draws tokens between two passes; this student was trained for one pass alone"
             )
         if config.split is not None and not student.regress:
             raise UserError("sampler.split reads a second output that this student does not have; leave it out")
