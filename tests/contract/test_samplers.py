@@ -24,11 +24,17 @@ LABELS, SEEDS = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([3, 1, 4, 15, 92])
 
 @pytest.fixture(params=[(Guidance(), Warp()), (Guidance(2.0), Warp(0.8, 10, 0.9))], ids=["plain", "guided"])
 def engine(
-    request: pytest.FixtureRequest, kind: str, make_model: Callable[..., Any], make_blocks: Callable[..., Any]
+    request: pytest.FixtureRequest,
+    kind: str,
+    make_model: Callable[..., Any],
+    make_blocks: Callable[..., Any],
+    make_student: Callable[..., Any],
 ) -> Engine:
     guidance, warp = request.param
     if continuous(kind):
         return Engine(make_blocks(block=(1, 2, 4)), guidance)
+    if implementation(plugin_config("visgen.samplers", kind)).whole:  # type: ignore[attr-defined]
+        return Engine(make_student(guidance=guidance, warp=warp))
     return Engine(make_model(), guidance, warp)
 
 
