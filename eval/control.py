@@ -23,14 +23,15 @@ from visgen.checks import Positive, Range, Seed, Weight
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig
 from visgen.hints import HintConfig, choose
-from visgen.launch import writable
+from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import kid
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
-from visgen.sample import Progress, describe, grid
+from visgen.pictures import grid
+from visgen.sample import describe
 
 
 @dataclass(frozen=True)

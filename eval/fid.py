@@ -20,12 +20,12 @@ from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig
-from visgen.launch import writable
+from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report, table
-from visgen.sample import Progress, describe
+from visgen.sample import describe
 
 Row = Literal["generated", "real", "recon", "marginals"]
 

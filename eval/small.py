@@ -26,14 +26,15 @@ from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig
-from visgen.launch import writable
+from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.neighbours import histograms, nearest, suspects
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report
-from visgen.sample import Progress, describe, grid
+from visgen.pictures import grid
+from visgen.sample import describe
 from visgen.small_set import SmallSet
 from visgen.train.main import TrainConfig
 

@@ -175,6 +175,55 @@ def make_causal() -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="session")
+def make_student() -> Callable[..., Model]:
+    """Builds a tiny one-step student in eval mode, class-conditional, with random weights everywhere."""
+
+    def make(
+        grid: tuple[int, int, int] = (1, 4, 4),
+        vocab: int = 16,
+        classes: int = 3,
+        seed: int = 0,
+        control: str | None = None,
+        **backbone: Any,
+    ) -> Model:
+        small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16, "channels": 3}
+        config = ModelConfig(
+            grid=grid,
+            vocab=vocab,
+            backbone=plugin_config("visgen.backbones", "one_step", **{**small, **backbone}),
+            condition=plugin_config("visgen.conditions", "label", classes=classes, dropout=0.0),
+            control=None if control is None else small_config("controls", control),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = Model(config).eval()
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.25)
+            torch.nn.init.normal_(model.head.output.weight, std=0.5)
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def teacher_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a teacher of students: 4 x 4 tokens of 16 codes of 3 channels, images of 8 px, three classes."""
+    run = tmp_path_factory.mktemp("runs") / "teacher"
+    config = small_config("tokenizers", "conv_vq", image_size=8, codes=16, channels=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokenizer = build(config).eval()
+    model = make_model(grid=tokenizer.grid, vocab=16)
+    folder = run / checkpoint.step_name(1)
+    folder.mkdir(parents=True)
+    facts = {"classes": json.dumps(["a", "b", "c"]), "tokenizer": checkpoint.tokenizer_hash(tokenizer)}
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
+    (folder / checkpoint.META).write_text("{}")
+    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, config)
+    return run
+
+
+@pytest.fixture(scope="session")
 def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
     run = tmp_path_factory.mktemp("runs") / "tiny"

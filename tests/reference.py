@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -410,3 +411,53 @@ def dit(
         x = x + gate_ffn * linear(0.5 * inner * (1 + tanh), f"{name}.ffn.2")
     shift, scale = linear(about, "modulation").split(width)
     return modulated(x, "norm", shift, scale)
+
+
+# ------------------------------------------------------------------------- the law of a token as a mixture of codes
+
+
+def mixture_log_density(x: Tensor, t: float, p: Sequence[float], codes: Tensor) -> Tensor:
+    """log of sum_k p_k N(x; (1 - t) c_k, t^2 I), one token [C], code by code; codes with p_k = 0 are left out."""
+    terms = [math.log(p[k]) - (x - (1 - t) * codes[k]).square().sum() / (2 * t * t) for k in range(len(p)) if p[k] > 0]
+    return torch.stack(terms).logsumexp(0) - len(x) * (math.log(t) + 0.5 * math.log(2 * math.pi))
+
+
+def mixture_posterior(x: Tensor, t: float, p: Sequence[float], codes: Tensor) -> list[float]:
+    """P(code k | x) for every k, by Bayes' rule."""
+    logs = [-float((x - (1 - t) * codes[k]).square().sum()) / (2 * t * t) for k in range(len(p))]
+    top = max(log for log, mass in zip(logs, p, strict=True) if mass > 0)
+    joint = [mass * math.exp(log - top) if mass > 0 else 0.0 for log, mass in zip(logs, p, strict=True)]
+    return [value / sum(joint) for value in joint]
+
+
+def mixture_mean(x: Tensor, t: float, p: Sequence[float], codes: Tensor) -> Tensor:
+    return sum(w * c for w, c in zip(mixture_posterior(x, t, p, codes), codes, strict=True))  # type: ignore[return-value]
+
+
+def flow_euler(x: Tensor, p: Sequence[float], codes: Tensor, steps: int, stop: float) -> tuple[int, Tensor]:
+    """Noise [C] -> token by Euler's method on dx/dt = (x - mean) / t from t = 1 to `stop`: another solver than the
+    one it checks. Also the end point."""
+    times = [1 - (1 - stop) * i / steps for i in range(steps + 1)]
+    for t, s in itertools.pairwise(times):
+        x = x + (s - t) * (x - mixture_mean(x, t, p, codes)) / t
+    weights = mixture_posterior(x, stop, p, codes)
+    return weights.index(max(weights)), x
+
+
+def flow_multistep(noise: Tensor, p: Sequence[float], codes: Tensor, steps: int) -> int:
+    """Noise [C] -> token by DPM-Solver++ 2M (arXiv 2211.01095, algorithm 2), written with its own lambda and h."""
+    lam = [
+        math.log((steps * t) / (steps - steps * t)) if 0 < t < 1 else None for t in (i / steps for i in range(steps))
+    ]
+    x, means = noise, []
+    for i in range(steps - 1):
+        t, s = 1 - i / steps, 1 - (i + 1) / steps
+        means.append(mixture_mean(x, t, p, codes))
+        d = means[-1]
+        if i >= 2:
+            h, h_last = lam[i + 1] - lam[i], lam[i] - lam[i - 1]  # type: ignore[operator]
+            r = h_last / h
+            d = (1 + 1 / (2 * r)) * means[-1] - 1 / (2 * r) * means[-2]
+        x = s / t * x + (1 - s) * d - (s / t) * (1 - t) * d
+    weights = mixture_posterior(x, 1 / steps, p, codes)
+    return weights.index(max(weights))

@@ -336,7 +336,7 @@ def test_two_launched_processes_write_what_one_writes(tmp_path):
 
 def continuous(small):
     torch.manual_seed(0)
-    return build(small("tokenizers", "conv_kl", kl=0.0)).eval()
+    return build(small("tokenizers", "conv_kl", kl=0.0, patch=1)).eval()
 
 
 def test_latents_are_cached_in_half_precision(small, tmp_path):

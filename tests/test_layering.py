@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
-    "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / loading / "
-    "encode trajectories convert sample evaluate speed exactness mutants / small_set clip_score maps / control_set / "
-    "train / programs"
+    "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / "
+    "loading known pictures / encode convert sample evaluate speed exactness mutants / "
+    "small_set clip_score maps trajectories / control_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"checks", "config"}, "metrics": {"config"}}  # stricter than their layer
@@ -29,6 +29,7 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
     ): "setup reads the tokenizer to start from, which building the nets does not need",
     ("objectives/_tokens.py", "checkpoint"): "setup reads the tokenizer's file, which building the nets does not need",
     ("objectives/_tokens.py", "encode"): "setup decodes a few cached tokens back with the program's own check",
+    ("samplers/_teacher.py", "checkpoint"): "a teacher is read where a student is trained or helped, which few are",
     ("samplers/speculative.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
     ("objectives/next_token.py", "encode"): "setup decodes a few cached codes back with the program's own check",
 }

@@ -15,7 +15,8 @@ import visgen
 from visgen.config import build, plugin_config
 from visgen.data import to_batch
 from visgen.generate import Generator
-from visgen.sample import KnownConfig, _known_pixels, _read_known, main
+from visgen.known import KnownConfig, known_pixels, read_known
+from visgen.sample import main
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_masks_of_every_mode(tmp_path: Path, picture: Path, mode: str) -> None:
     mask = Image.open(mask_file(tmp_path, slice(0, 8)))
     deep = Image.fromarray(np.asarray(mask).astype(np.uint16) * 257)
     (deep if mode == "I;16" else mask.convert(mode)).save(tmp_path / "m.png")
-    keep = _known_pixels(*_read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
+    keep = known_pixels(*read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
     assert keep[0, :8].all() and not keep[0, 8:].any()
 
 
@@ -163,7 +164,7 @@ def test_the_transparent_part_of_a_mask_is_not_kept(tmp_path: Path, picture: Pat
     mask = Image.new("RGBA", (16, 16), "white")
     mask.putalpha(Image.open(mask_file(tmp_path, slice(0, 8))))
     mask.save(tmp_path / "m.png")
-    keep = _known_pixels(*_read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
+    keep = known_pixels(*read_known(KnownConfig(picture, tmp_path / "m.png")), 16)[1]
     assert keep[0, :8].all() and not keep[0, 8:].any()
 
 
@@ -189,10 +190,10 @@ def test_a_picture_with_no_square_in_it_is_refused(
 def test_a_mask_follows_the_crop_of_its_picture(checkpoint_dir: Path) -> None:
     picture, mask = Image.new("RGB", (96, 64)), Image.new("RGB", (96, 64))
     mask.paste("white", (0, 0, 48, 64))  # left half
-    pixels, keep = _known_pixels(picture, mask, 16)
+    pixels, keep = known_pixels(picture, mask, 16)
     assert pixels.shape == (1, 3, 16, 16) and keep.shape == (1, 16, 16) and keep.dtype == torch.bool
     assert keep[0, :, :8].all() and not keep[0, :, 8:].any()
-    upper = _known_pixels(picture, None, 16)[1]
+    upper = known_pixels(picture, None, 16)[1]
     assert upper.shape == (1, 16, 16) and upper[0, :8].all() and not upper[0, 8:].any()
 
 

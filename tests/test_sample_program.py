@@ -18,10 +18,13 @@ from PIL import Image
 from sample_program import refused, run, settings_of
 
 import visgen
+import visgen.pictures
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator, Images
-from visgen.sample import Progress, Sheet, grid, main
+from visgen.launch import Progress
+from visgen.pictures import Sheet, grid
+from visgen.sample import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +187,7 @@ def test_the_grid_shows_the_first_of_each_label_and_never_too_many(
     shown: list[tuple[int, int]],
     size: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(visgen.sample, "GRID", 16)
+    monkeypatch.setattr(visgen.pictures, "GRID", 16)
     sheet, total = Sheet(labels, num), labels * num
     for start in range(0, total, 7):
         seeds = list(range(start, min(start + 7, total)))

@@ -23,7 +23,8 @@ from visgen.convert import llamagen
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator
-from visgen.sample import SampleConfig, _stem, main
+from visgen.pictures import stem
+from visgen.sample import SampleConfig, main
 
 WORDS = ["A red bird", "sea", "the red bird on the sea a bird"]  # 4, 2 and all 6 slots, the last one cut
 
@@ -167,7 +168,7 @@ def test_names_are_short_plain_and_distinct(text_checkpoint_dir: Path, tmp_path:
     stems = ["sea-sea-sea-sea-sea-sea-sea-sea-sea-sea", "a-sea", "a-sea"]
     named = {f"{s}-{hashed(p)}_{i:06d}.png" for i, (s, p) in enumerate(zip(stems, given, strict=True))}
     assert {p.name for p in tmp_path.iterdir()} == named | {"grid.png"}
-    assert _stem("鸟") == f"prompt-{hashed('鸟')}"
+    assert stem("鸟") == f"prompt-{hashed('鸟')}"
 
 
 def test_draws_ready_features(

@@ -147,6 +147,7 @@ class Generator:
 
     def check_guidance(self, guidance: Guidance, controlled: bool = False) -> None:
         """Raises `UserError` for a guidance that this model cannot follow; controlled: whether a control is given."""
+        guidance, _ = self.settled(guidance, Warp())
         if guidance.control is not None and not (controlled and self.model.config.control):
             lacks = "a control is given" if self.model.config.control else "the checkpoint has a control of its own"
             raise UserError(
@@ -154,6 +155,24 @@ class Generator:
             )
         if self.model.config.condition.dropout == 0 and guidance.branches > 1:
             raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
+
+    def settled(self, guidance: Guidance, warp: Warp) -> tuple[Guidance, Warp]:
+        """What the engine gets: of a student the defaults, for its weights hold the settings of its teacher.
+
+        Raises:
+            UserError: others than those that it learned.
+        """
+        if self.model.backbone.taught is None:
+            return guidance, warp
+        for name, given, learned in zip(
+            ("guidance", "warp"), (guidance, warp), self.model.backbone.taught, strict=True
+        ):
+            if given not in (type(learned)(), learned):
+                raise UserError(
+                    f"{name} {given} is not what this student learned from its teacher, {learned}, and it cannot be "
+                    "changed; leave it out"
+                )
+        return Guidance(), Warp()
 
     def encode(self, prompts: Sequence[str] | str, text: TextConfig | None = None) -> Features:
         """Text features of prompts, for as many calls of `sample` as are wanted; see `visgen.prompts.encode`."""
@@ -202,22 +221,23 @@ class Generator:
         """
         ids, wanted, seeds = self._plan(labels, prompts, seeds)
         guidance, count, batch_size = _guidance(guidance), len(seeds), self.settings.batch
+        if warp is not None and not isinstance(warp, Warp):
+            raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
         hints = self._hints(control, count)
         self.check_guidance(guidance, bool(hints))
+        guidance, warp = self.settled(guidance, warp or Warp())
         grid = self.grid_of(size)
         if known is not None and grid != self.model.grid:
             raise UserError(
                 f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
             )
-        if warp is not None and not isinstance(warp, Warp):
-            raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
-        if warp not in (None, Warp()) and self.model.continuous:
+        if warp != Warp() and self.model.continuous:
             raise UserError(f"warp {warp} filters a law over codes, this model draws vectors; leave it out")
         sampler = sampler or self.model.backbone.sampler
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        engine = self._engine_for(guidance, warp or Warp(), grid)
+        engine = self._engine_for(guidance, warp, grid)
         pinned = None if known is None else self._known_tokens(*known, count)
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         parts: list[Images] = []

@@ -18,7 +18,7 @@ from visgen import config as configs
 from visgen.checks import Range, Weight
 from visgen.config import UserError
 from visgen.controls import Control, as_map, kinds_of
-from visgen.data._images import UNREADABLE, center_crop, read_image
+from visgen.data._images import center_crop, read_picture
 from visgen.nn.control import Hint, Resize
 
 ELONGATED = 100  # a picture of more than this ratio is refused: its crop would show next to nothing
@@ -208,14 +208,7 @@ def _region(path: Path, size: tuple[int, int], grid: tuple[int, int, int], flag:
 
 
 def _decode(path: Path, flag: str, background: str = "white") -> Image.Image:
-    try:
-        picture = read_image(path, background)
-    except FileNotFoundError:
-        raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
-    except UNREADABLE as error:
-        raise UserError(
-            f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"
-        ) from None
+    picture = read_picture(path, flag, background)
     _check_sides(*picture.size, f"{flag} {path}")
     return picture
 

@@ -1,12 +1,16 @@
-"""What a program settles before it works: what it runs on, and that its directory can be written."""
+"""What programs share: what they run on, that their directory can be written, how far they are."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from visgen.config import UserError
 
@@ -64,3 +68,25 @@ def writable(directory: Path, flag: str) -> Path:
     except OSError as error:
         raise UserError(f"{flag} {directory} cannot be written: {error.strerror}; choose another directory") from None
     return directory
+
+
+class Progress:
+    """A progress bar with time left on stderr: `with Progress("sampling") as step: step(done, total)`."""
+
+    def __init__(self, what: str, shown: bool = True) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Bar(*columns, console=Console(stderr=True), disable=not shown)
+        self.task = self.bar.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self.bar.start()
+        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()

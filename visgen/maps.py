@@ -20,9 +20,8 @@ from PIL import Image
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.controls import Control, as_map
 from visgen.data._images import SUFFIXES, UNREADABLE, read_image
-from visgen.launch import device_of, writable
+from visgen.launch import Progress, device_of, writable
 from visgen.metrics.images import to_uint8
-from visgen.sample import Progress
 
 
 @dataclass(frozen=True)

@@ -1,65 +1,31 @@
-"""The program behind `sample.py` and `visgen-sample`: options, pictures on disk, progress."""
+"""The program behind `sample.py` and `visgen-sample`: its options, what it refuses, what it draws."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from torch import Tensor
 
 from visgen import config as configs
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
 from visgen.config import UserError
-from visgen.data._clips import av, read_clip, write_gif, write_mp4
-from visgen.data._images import UNREADABLE, center_crop, read_image, to_pixels
-from visgen.generate import Generator, Images, SamplingConfig, at_a_time, check_seed, stream
+from visgen.data._clips import av
+from visgen.generate import Generator, SamplingConfig, at_a_time, check_seed, stream
 from visgen.hints import Given, HintConfig, check_asked, choose
 from visgen.hints import read as read_hints
-from visgen.launch import writable
+from visgen.known import KnownConfig, describe_known, known_clip, known_pixels, read_known
+from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.images import to_uint8
+from visgen.pictures import NAME, Sheet, save, save_maps
 from visgen.prompts import Features, TextConfig, check_prompts, read
-
-GRID = 256  # images that `grid.png` shows at most
-# of a single image: LABEL_SEED.png or PROMPT-HASH_SEED.png, with MAP-HASH before the seed where there is a control
-NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})(_[a-z0-9-]+-[0-9a-f]{8})?_\d{6,}\.(png|mp4)"
-KEPT = 128  # the brightness from which a mask keeps a pixel
-ELONGATED = 100  # a known picture of more than this ratio is refused: its square crop would show next to nothing
-
-
-@dataclass(frozen=True)
-class KnownConfig:
-    """Known pixels: completion and inpainting.
-
-    Attributes:
-        image: a picture; decoded and centre-cropped to the checkpoint's size as training images are.
-        mask: a picture of the same size, white and opaque where the image is kept; None keeps the upper half.
-        clip: a video or an animation whose first frames a model of clips goes on from.
-        frames: how many of them.
-        stride: every so many frames of the file are taken.
-    """
-
-    image: Path | None = None
-    mask: Path | None = None
-    clip: Path | None = None
-    frames: Positive = 1
-    stride: Positive = 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +77,7 @@ def _main(argv: Sequence[str]) -> None:
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
     _check_asked(settings)
-    pictures = _read_known(settings.known)
+    pictures = read_known(settings.known)
     out = writable(settings.out, "--out")
     generator = load(settings.checkpoint, settings.step, settings.engine, settings.base or None)
     generator.check_guidance(settings.guidance, bool(settings.control.files))
@@ -125,7 +91,8 @@ def _main(argv: Sequence[str]) -> None:
     side, total = generator.tokenizer.image_size[0], rows * settings.num
     _check_room(out, total, size)
     check_seed(settings.seed + total - 1)
-    known = _known_clip(generator, settings.known) or (pictures and _known_pixels(*pictures, side))
+    clip = known_clip(settings.known, side, generator.model.grid[0])
+    known = clip or (pictures and known_pixels(*pictures, side))
     if settings.prompt and features is None:
         features = generator.encode(settings.prompt, settings.text)
         for prompt in features.cut:
@@ -212,7 +179,7 @@ def draw(
     features, ids = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
     rows = [(i, c) for i in ids for c in range(len(given[0].maps) if given else 1)]  # label or text, and map
     num, total = settings.num, len(rows) * settings.num
-    about = describe(settings, generator) | _describe_known(settings.known)
+    about = describe(settings, generator) | describe_known(settings.known)
     about |= {"text": features.about} if features is not None else {}
     about |= {flag: g.about for flag, g in zip(("control", "second"), given, strict=False)}
     sheet = Sheet(len(rows), num, [to_uint8(given[0].maps[c]) for _, c in rows] if given else [])
@@ -246,199 +213,3 @@ def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
     precision = str(generator.dtype).removeprefix("torch.")
     kept["engine"] |= {"kind": generator.engine_kind, "device": generator.device.type, "precision": precision}
     return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}
-
-
-def _describe_known(known: KnownConfig) -> dict[str, Any]:
-    """The files of the known pixels and what they held."""
-
-    def file(path: Path) -> dict[str, str]:
-        return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
-
-    if known.clip is not None:
-        return {"known": {"clip": file(known.clip), "frames": known.frames, "stride": known.stride}}
-    if known.image is None:
-        return {}
-    return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
-
-
-def save(images: Images, out: Path, settings: dict[str, Any], maps: Sequence[str] | None = None, fps: int = 8) -> None:
-    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`, with its map's name before the seed; each
-    clip as MP4 and GIF of such a name."""
-    settings = settings | ({"notes": images.notes} if images.notes else {})
-    names = [f"_{name}" for name in maps] if maps else [""] * len(images.seeds)
-    rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, names, strict=True)
-    for i, (picture, asked, seed, nfe, name) in enumerate(rows):
-        about = {**asked, "seed": seed, "nfe": nfe, **({"map": name[1:]} if name else {}), **settings}
-        path = out / f"{_stem(*asked.values())}{name}_{seed:06d}.png"
-        if images.clips is None:
-            _save_png(picture, path, about)
-        else:
-            said = json.dumps(about, sort_keys=True)
-            write_mp4(path.with_suffix(".mp4"), images.clips[i], fps, said)
-            write_gif(path.with_suffix(".gif"), images.clips[i], fps, said)
-
-
-def save_maps(given: Given, out: Path) -> None:
-    """Writes each control map as `control_MAP-HASH.png`."""
-    for name, values in zip(given.names, to_uint8(given.maps), strict=True):
-        _save_png(Image.fromarray(values.permute(1, 2, 0).numpy()), out / f"control_{name}.png", given.about)
-
-
-def asked_of(images: Images) -> list[dict[str, Any]]:
-    """{"label": id} or {"prompt": text} of every image."""
-    return [{"prompt": p} for p in images.prompts] or [{"label": label} for label in images.labels]
-
-
-def _stem(asked: int | str) -> str:
-    """The label; or the beginning of the prompt and a hash of it all, so that each prompt has names of its own."""
-    if isinstance(asked, int):
-        return f"{asked:04d}"
-    words = re.sub(r"[^a-z0-9]+", "-", asked.lower())[:40].strip("-") or "prompt"
-    return f"{words}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
-
-
-class Sheet:
-    """`grid.png`: the first images of each label or prompt, at most `GRID` in all; a row for each if there are several.
-
-    Args:
-        rows, num: how many labels or prompts are drawn, and images of each, in this order.
-        maps: uint8 [3, H, W], what begins each row; or none.
-    """
-
-    def __init__(self, rows: int, num: int, maps: Sequence[Tensor] = ()) -> None:
-        self.num, self.seen, self.maps = num, 0, maps
-        self.rows, self.columns = min(rows, GRID), min(num, max(1, GRID // rows))
-        self.pixels: list[Tensor] = []
-        self.asked: list[dict[str, Any]] = []
-        self.seeds: list[int] = []
-
-    def add(self, images: Images) -> None:
-        """Takes what it shows of the next images."""
-        shown = images.pixels if images.clips is None else strips(images.clips)
-        for pixels, asked, seed in zip(shown, asked_of(images), images.seeds, strict=True):
-            row, column = divmod(self.seen, self.num)
-            if row < self.rows and column < self.columns:
-                if self.maps and column == 0:
-                    self.pixels.append(self.maps[row])
-                self.pixels.append(pixels.clone())  # a view would keep its whole batch
-                self.asked.append(asked)
-                self.seeds.append(seed)
-            self.seen += 1
-
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
-        count = len(self.pixels)
-        columns = self.columns if min(self.rows, self.columns) > 1 else max(min(count, 8), math.isqrt(count))
-        if self.maps:
-            columns = self.columns + 1
-        picture = Image.fromarray(grid(torch.stack(self.pixels), columns))
-        asked = {f"{kind}s": [a[kind] for a in self.asked] for kind in self.asked[0]}
-        _save_png(picture, path, {**asked, "seeds": self.seeds, **settings})
-
-
-def _save_png(picture: Image.Image, path: Path, settings: dict[str, Any]) -> None:
-    """A PNG that carries its settings as text (key `visgen`, JSON)."""
-    info = PngInfo()
-    info.add_text("visgen", json.dumps(settings, sort_keys=True))
-    try:
-        picture.save(path, pnginfo=info)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room, what is there already stays") from None
-
-
-def grid(pixels: Tensor, columns: int, gap: int = 2) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 [B, 3, H, W] -> one picture [h, w, 3], white gaps; small images are enlarged to about 128 px."""
-    factor = max(1, 128 // pixels.shape[-1])
-    pixels = pixels.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
-    from torchvision.utils import make_grid
-
-    return make_grid(pixels, nrow=columns, padding=gap * factor, pad_value=255).permute(1, 2, 0).contiguous().numpy()
-
-
-def strips(clips: Tensor, shown: int = 8) -> Tensor:
-    """uint8 [B, T, 3, H, W] -> [B, 3, H, n W]: at most `shown` frames of each clip, evenly spaced, side by side."""
-    count = min(shown, clips.shape[1])
-    return torch.cat([clips[:, i * clips.shape[1] // count] for i in range(count)], -1)
-
-
-def _known_clip(generator: Generator, known: KnownConfig) -> tuple[Tensor, Tensor] | None:
-    """(pixels [1, T, 3, H, W] in [-1, 1], mask [1, T, H, W], all kept) of the known first frames."""
-    if known.clip is None:
-        return None
-    if known.image is not None:
-        raise UserError("--known.image and --known.clip are both given; leave one of them out")
-    if generator.model.grid[0] == 1:
-        raise UserError("--known.clip goes with a model of clips, this checkpoint draws images; use --known.image")
-    pixels = read_clip(known.clip, generator.tokenizer.image_size[0], known.frames, known.stride)
-    mask = torch.ones(1, known.frames, *generator.tokenizer.image_size, dtype=torch.bool)
-    return pixels.unsqueeze(0).float() / 127.5 - 1, mask
-
-
-def _read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | None:
-    """The known picture and its mask, decoded as training images are."""
-    if known.image is None:
-        if known.mask is not None:
-            raise UserError("--known.mask needs --known.image, the picture whose pixels it keeps")
-        return None
-    picture = _decode(known.image, "--known.image")
-    if known.mask is None:
-        return picture, None
-    mask = _decode(known.mask, "--known.mask", background="black").convert("L")
-    if mask.size != picture.size:
-        raise UserError(
-            f"--known.mask {known.mask} is {mask.width} x {mask.height} px, --known.image {known.image} is "
-            f"{picture.width} x {picture.height}; give a mask of the picture's size"
-        )
-    brightest = int(np.asarray(mask).max())
-    if brightest < KEPT:
-        raise UserError(
-            f"--known.mask {known.mask} keeps nothing: its brightest pixel is {brightest} of 255; paint what is kept "
-            "white"
-        )
-    return picture, mask
-
-
-def _known_pixels(picture: Image.Image, mask: Image.Image | None, size: int) -> tuple[Tensor, Tensor]:
-    """(pixels [1, 3, size, size] in [-1, 1], mask [1, size, size]), both by the centre crop of the training data."""
-    pixels = to_pixels(center_crop(picture, size)).float() / 127.5 - 1
-    if mask is None:
-        return pixels, (torch.arange(size) < size // 2)[None, :, None].expand(1, size, size)
-    return pixels, torch.from_numpy(np.array(center_crop(mask, size).convert("L")) >= KEPT).unsqueeze(0)
-
-
-def _decode(path: Path, flag: str, background: str = "white") -> Image.Image:
-    try:
-        picture = read_image(path, background)
-    except FileNotFoundError:
-        raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
-    except UNREADABLE as error:
-        raise UserError(
-            f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"
-        ) from None
-    if max(picture.size) > ELONGATED * min(picture.size):
-        raise UserError(
-            f"{flag} {path} is {picture.width} x {picture.height} px, of which the centre crop to a square shows next "
-            "to nothing; crop it closer"
-        )
-    return picture
-
-
-class Progress:
-    """A progress bar with time left on stderr: `with Progress("sampling") as step: step(done, total)`."""
-
-    def __init__(self, what: str, shown: bool = True) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not shown)
-        self.task = self.bar.add_task(what, total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self.bar.start()
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()

@@ -32,13 +32,13 @@ from visgen.evaluate import (
     round_trip,
     shares,
 )
+from visgen.launch import Progress
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.intervals import interval
 from visgen.metrics.kid import kid
 from visgen.metrics.neighbours import closer, share_below
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.model import Model
-from visgen.sample import Progress
 from visgen.tokenizers import Tokenizer
 
 PER_BASE = 10  # images generated for each held-out base, unless told

@@ -135,8 +135,9 @@ def test_control_is_added_to_the_slot_that_predicts(kind: str, small: Callable[.
             one = torch.zeros_like(control)
             one[:, :, k] = control[:, :, k]
             after = backbone(TOKENS, None, cond=cond, control=one)
-            assert torch.equal(after[:, : P - 1 + k], plain[:, : P - 1 + k])
-            assert not torch.allclose(after[:, P - 1 + k], plain[:, P - 1 + k], atol=1e-3)
+            slot = P - backbone.shift + k
+            assert torch.equal(after[:, :slot], plain[:, :slot])
+            assert not torch.allclose(after[:, slot], plain[:, slot], atol=1e-3)
         cache = backbone.make_cache(B, torch.device("cpu"), torch.float32)
         before = torch.cat([torch.full((B, P), 7), TOKENS], 1)
         parts = []

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from visgen.config import UserError, build, plugin_config
-from visgen.data import Data, Samples, Split, codes, to_batch
+from visgen.data import Data, Samples, Split, codes, pairs, to_batch
 
 PACKAGE = "data"
 COUNT = {"train": 12, "held_out": 7}
@@ -77,6 +77,18 @@ def cached(root: Path) -> dict[str, Any]:
     return {"root": root}
 
 
+def trajectories(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        told = {"guidance": {}, "warp": {}, "map_steps": 30, "precision": "fp32", "teacher": "t", "tokenizer": "k"}
+        shape: dict[str, Any] = {"classes": ["a", "b", "c"], "image_size": [16, 16], "grid": [1, 2, 2], "vocab": 300}
+        index = pairs.Index(split=split, pairs=count, shard_pairs=5, first_seed=10 * count, **shape, **told)
+        pairs.write_index(root / split, index)
+        for number in range(index.shard_count):
+            rng = np.random.default_rng(100 * count + number)
+            pairs.write_shard(root / split, index, number, rng.integers(0, 300, (len(index.shard(number)), 4)))
+    return {"root": root}
+
+
 def sprites(root: Path) -> dict[str, Any]:
     pictures = plugin_config("visgen.data", "synthetic", n=9, n_held_out=9, image_size=16)
     return {"pictures": pictures, "sprite": 8, "frames": 3}
@@ -98,6 +110,7 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "webdataset": webdataset,
     "fashion_mnist": fashion_mnist,
     "codes": cached,
+    "pairs": trajectories,
     "sprites": sprites,
     "video": video,
 }

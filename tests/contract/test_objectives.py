@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # beside the shrinking by field names o
     "next_token": {"grid": (1, 8, 8), "vocab": 16},
     "acdit": {"grid": (1, 8, 8), "channels": 4, "block": (1, 4, 4)},
     "masked": {"grid": (1, 8, 8), "channels": 4},
+    "dd1": {"grid": (1, 8, 8), "vocab": 16, "second": 20, "regress": True, "regression": 0.5},
     "vq": {"gan_start": 0, "discriminator_start": 0, "layers": 1, "width": 8},
 }
 
@@ -35,6 +36,7 @@ def batch(vectors: bool = False) -> Any:
         "tokens": torch.randn(B, N, 4, generator=rng) if vectors else torch.randint(16, (B, N), generator=rng),
         "label": torch.arange(B) % CLASSES,
         "index": torch.arange(B),
+        "seed": torch.arange(B),
     }
 
 

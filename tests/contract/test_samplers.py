@@ -31,12 +31,15 @@ def engine(
     make_blocks: Callable[..., Any],
     make_masked: Callable[..., Any],
     make_causal: Callable[..., Any],
+    make_student: Callable[..., Any],
 ) -> Engine:
     guidance, warp = request.param
     if kind in ("masked", "causal"):
         return Engine(make_masked() if kind == "masked" else make_causal(), guidance)
     if continuous(kind):
         return Engine(make_blocks(block=(1, 2, 4)), guidance)
+    if implementation(plugin_config("visgen.samplers", kind)).whole:  # type: ignore[attr-defined]
+        return Engine(make_student(guidance=guidance, warp=warp))
     return Engine(make_model(), guidance, warp)
 
 

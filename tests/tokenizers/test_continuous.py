@@ -85,7 +85,7 @@ def test_what_is_no_such_autoencoder_is_refused(folder: Path, tmp_path: Path) ->
 
 def test_tokens_are_normalised_by_what_training_saw(small: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    tokenizer = build(small("tokenizers", "conv_kl")).train()
+    tokenizer = build(small("tokenizers", "conv_kl", patch=1)).train()
     with torch.no_grad():
         tokenizer.encoder.conv_out.weight.mul_(5)
         tokenizer.encoder.conv_out.bias[:4] = torch.tensor([3.0, -2.0, 0.0, 1.0])
@@ -111,7 +111,7 @@ def test_the_kl_divergence_is_that_of_torch(small: Callable[..., Any]) -> None:
 
 def test_training_samples_the_posterior_and_frozen_codes_do_not(small: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    tokenizer = build(small("tokenizers", "conv_kl")).train()
+    tokenizer = build(small("tokenizers", "conv_kl", patch=1)).train()
     assert not torch.equal(tokenizer(PIXELS).pixels, tokenizer(PIXELS).pixels)
     before = tokenizer_hash(tokenizer)
     tokenizer.freeze_codes()

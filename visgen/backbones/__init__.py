@@ -24,6 +24,8 @@ class Backbone(nn.Module, ABC):
         continuous: whether its tokens are vectors; `vocab` is then their width C.
         denoises: whether it reads noised tokens, so that its head only has to say what is predicted of them.
         sampler: the kind of sampler that decodes it.
+        shift: slot P - shift + k holds what predicts token k: 1, the slot before its own; or 0, its own.
+        taught: of a student, the (guidance, warp) of its teacher, which its weights hold.
     """
 
     width: int
@@ -31,6 +33,8 @@ class Backbone(nn.Module, ABC):
     continuous: bool = False
     denoises: bool = False
     sampler: str = "ar"
+    shift: int = 1
+    taught: Any = None
 
     @classmethod
     def arrange(cls, config: Any, grid: Grid, prefix: int, coords: Tensor | None = None) -> Layout:
@@ -55,13 +59,14 @@ class Backbone(nn.Module, ABC):
             tokens: [B, W] ids of the window's slots (those of prefix slots are ignored), or vectors [B, W, C].
             pos: [B, W] slots of the window. None: the training pass over the prefix and all given tokens.
             cond: condition slots [B, P, D].
-            level: time of noised tokens, 0 (clean) to 1000; below 0: the window is clean.
+            level: time of noised tokens, 0 (clean) to 1000; below 0: the window is clean. Of a student [B, W], above 0
+                where a token is noise.
             control: [J, B, N, D], what is added to the slot that predicts token k before each of J layers, evenly
                 over the depth (`nn/control.py`); None adds nothing.
             cache: keys and values of earlier slots; the window's own are written into it.
 
         Returns:
-            h [B, W, D]; in an autoregressive backbone slot s holds what predicts the token of slot s + 1.
+            h [B, W, D]; slot s holds what predicts the token of slot s + `shift`.
         """
 
     def at(self, layout: Layout) -> Backbone:

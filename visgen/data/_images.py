@@ -108,3 +108,19 @@ def stack_pixels(images: Sequence[Image.Image]) -> Tensor:
 
 def _crop(image: Image.Image, left: int, top: int, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
+
+
+def read_picture(path: Path, flag: str, background: str = "white") -> Image.Image:
+    """`read_image` of a user's file.
+
+    Raises:
+        UserError: none such, or unreadable; names the flag that asked for it.
+    """
+    try:
+        return read_image(path, background)
+    except FileNotFoundError:
+        raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
+    except UNREADABLE as error:
+        raise UserError(
+            f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"
+        ) from None

@@ -74,11 +74,13 @@ class Engine:
     Attributes:
         given, known: the arguments of the last `begin`.
         continuous: whether tokens are vectors.
+        student: whether every slot predicts its own token (`whole`).
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
     """
 
     fused = False
     continuous = False
+    student = False
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Engine:
         tokenizer: str | None = None,
     ) -> None:
         self.model = model
-        self.continuous = model.continuous
+        self.continuous, self.student = model.continuous, not model.backbone.shift
         self.tokenizer = tokenizer
         self.guidance = guidance or Guidance()
         self.warp = warp or Warp()
@@ -118,8 +120,8 @@ class Engine:
         self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
-        if self.continuous and self.model.backbone.sampler != "causal":
-            return  # no prefix slots; the sampler reserves the cache, if there is one
+        if (self.continuous and self.model.backbone.sampler != "causal") or self.student:
+            return  # the sampler reserves the cache, or needs none
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
         filled = self.model.condition.prefix - 1
@@ -179,6 +181,19 @@ class Engine:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return dist
 
+    def whole(self, values: Tensor, level: Tensor) -> tuple[Any, Tensor]:
+        """One pass of a student over all slots, each of which predicts its own token: the law, and h [B, N, D].
+
+        Args:
+            values: [B, N, C] noise, or codes of known tokens.
+            level: [B, N], above 0 where a token is noise.
+        """
+        assert self._cond is not None, "Engine.begin comes first"
+        h = self.model.backbone(values.to(self.dtype), None, cond=self._cond, level=level, control=self._control)
+        h = h[:, self.model.condition.prefix :]
+        law = self.model.head.dist(h.unsqueeze(0), torch.ones(1, *h.shape[:2], device=h.device))
+        return law if self.known is None else law.pin(*self.known), h
+
     def reserve(self, blocks: int) -> None:
         """Makes the cache of a model that is decoded block by block; it keeps the last `blocks` blocks."""
         wanted = self.batch, blocks
@@ -213,9 +228,10 @@ class Engine:
         Raises:
             UserError: the sampler draws codes and the model vectors, or the other way round.
         """
-        if getattr(sampler, "continuous", False) != self.continuous:
-            kind = type(sampler).__module__.rpartition(".")[2]
-            what, use = ("vectors", self.model.backbone.sampler) if self.continuous else ("codes", "ar")
+        asked = getattr(sampler, "continuous", False), getattr(sampler, "whole", False)
+        if asked != (self.continuous, self.student):
+            kind, use = type(sampler).__module__.rpartition(".")[2], self.model.backbone.sampler
+            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes"
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
         state, step, _ = self.prepared(sampler, noise)
         self.synchronize()
@@ -235,7 +251,8 @@ class Engine:
         if rounds is None:
             rounds = torch.arange(1, self.tokens + 1, device=self.device).expand(self.batch, -1)
         # copies, for the next decode may lie in the same buffers
-        return Generation(state.tokens.clone(), launched, seconds, rounds.clone(), sampler.notes(state))
+        nfe = max(launched, int(rounds.max()))  # an iteration may be several evaluations
+        return Generation(state.tokens.clone(), nfe, seconds, rounds.clone(), sampler.notes(state))
 
     def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
         """The state before the first iteration, what runs one, and the noise that it reads."""

@@ -21,7 +21,7 @@ def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.
     Raises:
         UserError: naming what does not fit and the remedy.
     """
-    _check_labels(model, data)
+    check_labels(model, data)
     cached = hasattr(data, "grid")
     if cached:
         check_cache(model, data)
@@ -62,7 +62,8 @@ def tokens_of(batch: Batch, frozen: dict[str, nn.Module]) -> Tensor:
         return frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
 
 
-def _check_labels(model: Model, data: Data) -> None:
+def check_labels(model: Model, data: Data) -> None:
+    """Raises `UserError` where the data and the model have unequal numbers of classes."""
     classes = getattr(model.config.condition, "classes", None)
     if classes is not None and len(data.classes) != classes:
         raise UserError(

@@ -23,11 +23,13 @@ class Sampler(ABC):
 
     Attributes:
         continuous: whether its tokens are vectors.
+        whole: it draws all tokens by passes over all slots (`Engine.whole`), of a model whose slots predict their own.
         ragged: rows finish at different times (`done`), all begin alike, and all that a row knows is in its rows of the
             state, [B, ...] of two dimensions or more: so a row may start anew while the others go on.
     """
 
     continuous: bool = False
+    whole: bool = False
     ragged = False
 
     @abstractmethod

@@ -1,0 +1,172 @@
+"""Pairs of noise and tokens of a teacher, written by `python -m visgen.trajectories`: targets of a one-step student.
+
+A set is `<root>/<split>/`: `index.json`, and per shard `tokens_00000.npy` [n, N] (uint16, uint32 above 65536 codes).
+Noise is not stored: pair i is of seed `first_seed` + i, from which noise follows exactly, and of label i modulo the
+number of classes. The index records the teacher and all settings of its draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visgen.config import UserError
+from visgen.data import Data, Split, Views
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    root: Path = Path("data_cache/pairs")
+    """Folder that `python -m visgen.trajectories --out` wrote; it holds train/ and perhaps held_out/."""
+
+
+@dataclass
+class Index:
+    """`index.json`: what a set is of."""
+
+    split: str
+    pairs: int
+    shard_pairs: int
+    first_seed: int
+    classes: list[str]
+    image_size: list[int]
+    grid: list[int]
+    vocab: int
+    tokenizer: str  # hash
+    teacher: str  # hash of its weights
+    guidance: dict[str, Any]
+    warp: dict[str, Any]
+    map_steps: int  # `nn.mixture.STEPS`
+    precision: str  # that the teacher ran in
+    version: int = VERSION
+
+    @property
+    def shard_count(self) -> int:
+        return -(-self.pairs // self.shard_pairs)
+
+    def shard(self, number: int) -> range:
+        """The pairs of a shard."""
+        return range(number * self.shard_pairs, min((number + 1) * self.shard_pairs, self.pairs))
+
+    def seeds(self, part: range) -> Tensor:
+        return torch.arange(part.start, part.stop) + self.first_seed
+
+    def labels(self, part: range) -> Tensor:
+        return torch.arange(part.start, part.stop) % len(self.classes)
+
+
+class Pairs(Data):
+    """Samples are `tokens` int64 [N], `label` and `seed`; never augmented.
+
+    Attributes:
+        index: everything that `index.json` says.
+        grid, vocab: of the tokens.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config, split: Split) -> None:
+        self.config, self.split = config, split
+        self.folder = Path(config.root).expanduser() / split
+        self.index = read_index(self.folder)
+        self.classes, self.vocab = self.index.classes, self.index.vocab
+        self.image_size = (self.index.image_size[0], self.index.image_size[1])
+        self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
+        self.labels = self.index.labels(range(self.index.pairs))
+        self._shards = self._open()
+
+    def __len__(self) -> int:
+        return self.index.pairs
+
+    def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        if not self._shards:
+            self._shards = self._open()
+        stored = self._shards[index // self.index.shard_pairs][index % self.index.shard_pairs]
+        tokens = torch.from_numpy(stored.astype(np.int64))
+        return {"tokens": tokens, "label": int(self.labels[index]), "seed": self.index.first_seed + index}
+
+    def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
+        raise UserError("data 'pairs' holds tokens, no pixels")
+
+    def _open(self) -> list[np.ndarray]:
+        return [read_shard(self.folder, self.index, number) for number in range(self.index.shard_count)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": []}  # a mapped file would be pickled as a copy of its bytes
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+_REMEDY = "run the same `python -m visgen.trajectories` again, which writes what is missing"
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"tokens_{number:05d}.npy"
+
+
+def read_index(folder: Path) -> Index:
+    """Reads `index.json`.
+
+    Raises:
+        UserError: missing, not JSON, or of another version.
+    """
+    path = folder / "index.json"
+    if not path.is_file():
+        raise UserError(
+            f"no pairs at {folder}; write some with `python -m visgen.trajectories --teacher T --out {folder.parent} "
+            f"--split {folder.name}`"
+        )
+    try:
+        values = json.loads(path.read_text())
+        if values.get("version") != VERSION:
+            raise UserError(f"{path} has version {values.get('version')}, this visgen reads {VERSION}; write it again")
+        return Index(**values)
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete the folder and write the pairs again") from None
+
+
+def write_index(folder: Path, index: Index) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".index.json.tmp"
+    temporary.write_text(json.dumps(dataclasses.asdict(index), indent=1))
+    os.replace(temporary, folder / "index.json")
+
+
+def read_shard(folder: Path, index: Index, number: int) -> np.ndarray:
+    """Maps the tokens [n, N] of a shard.
+
+    Raises:
+        UserError: missing, truncated, or of another shape.
+    """
+    path, wanted = shard_path(folder, number), (len(index.shard(number)), int(np.prod(index.grid)))
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {_REMEDY}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}); delete it, then {_REMEDY}") from None
+    if tokens.shape != wanted:
+        raise UserError(f"{path} holds {tokens.shape}, its index says {wanted}; delete it, then {_REMEDY}")
+    return tokens
+
+
+def write_shard(folder: Path, index: Index, number: int, tokens: np.ndarray) -> None:
+    """Writes tokens [n, N] so that they are there whole or not at all."""
+    path = shard_path(folder, number)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        np.save(file, tokens.astype(np.uint16 if index.vocab <= 65536 else np.uint32))
+    os.replace(temporary, path)
