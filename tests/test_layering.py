@@ -31,7 +31,6 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
     ("objectives/_tokens.py", "encode"): "setup decodes a few cached tokens back with the program's own check",
     ("samplers/_teacher.py", "checkpoint"): "a teacher is read where a student is trained or helped, which few are",
     ("samplers/speculative.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
-    ("objectives/next_token.py", "encode"): "setup decodes a few cached codes back with the program's own check",
 }
 
 

@@ -23,14 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visgen import config as configs
-from visgen.config import UserError
+from visgen.config import REPOSITORY, UserError
 from visgen.model import Model, ModelConfig
 from visgen.tokenizers import Tokenizer
 
 FORMAT = "visgen/1"
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 MODEL = "visgen.model"
-REPOSITORY = Path(__file__).resolve().parents[1]
 Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
 
 # ------------------------------------------------------------------------------------------------ weight files

@@ -28,6 +28,8 @@ from visgen.checks import UserError, check
 
 T = TypeVar("T")
 
+REPOSITORY = Path(__file__).resolve().parents[1]  # relative paths of what it ships are looked up here too
+
 
 def plugin(package: str, kind: str | None) -> Any:
     """A dataclass field that holds the `Config` of one file of `package`; `kind=None` leaves it empty by default."""

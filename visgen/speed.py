@@ -93,7 +93,7 @@ def walked_bytes(model: Model, nfe: float, head_steps: float | None = None) -> f
 
 
 def cache_bytes(model: Model, rows: int) -> int:
-    if model.backbone.sampler == "masked":
+    if not model.backbone.cached:
         return 0
     cache = model.backbone.make_cache(rows, torch.device("meta"), next(model.parameters()).dtype)
     return 2 * cache.keys.numel() * cache.keys.element_size()

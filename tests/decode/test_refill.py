@@ -46,6 +46,20 @@ def test_images_and_rounds_equal_those_of_plain_batches(
         assert found.nfe == int(wanted.nfe_per_image.sum()), "no evaluation is lost between two images"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_engine_refills_its_buffers(make_model: Callable[..., Model]) -> None:
+    from visgen.decode.captured import CapturedEngine
+
+    model, device = make_model(grid=(1, 5, 3)).to("cuda"), torch.device("cuda")
+    labels, noise, sampler = LABELS.to(device), Noise(SEEDS.to(device)), SJD(Config("coupled", 4))
+    captured, eager = CapturedEngine(model, Guidance(2.0)), Engine(model, Guidance(2.0))
+    eager.begin({"label": labels})
+    wanted = eager.run(sampler, noise)
+    for _ in range(2):  # a graph is recorded, then replayed over the buffers of the decode before
+        found = refill(captured, sampler, {"label": labels}, noise, 3)
+        assert torch.equal(found.tokens, wanted.tokens) and torch.equal(found.rounds, wanted.rounds)
+
+
 def test_looks_of_before_a_row_began_say_nothing_of_it(make_model: Callable[..., Model], monkeypatch: Any) -> None:
     """As on a GPU, where the host knows late."""
 

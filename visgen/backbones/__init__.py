@@ -24,6 +24,7 @@ class Backbone(nn.Module, ABC):
         continuous: whether its tokens are vectors; `vocab` is then their width C.
         denoises: whether it reads noised tokens, so that its head only has to say what is predicted of them.
         sampler: the kind of sampler that decodes it.
+        cached: a decode goes over a cache of all slots, which the engine makes and whose prefix it fills.
         shift: slot P - shift + k holds what predicts token k: 1, the slot before its own; or 0, its own.
         taught: of a student, the (guidance, warp) of its teacher, which its weights hold.
     """
@@ -33,6 +34,7 @@ class Backbone(nn.Module, ABC):
     continuous: bool = False
     denoises: bool = False
     sampler: str = "ar"
+    cached: bool = True
     shift: int = 1
     taught: Any = None
 

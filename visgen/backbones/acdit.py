@@ -70,6 +70,7 @@ class ACDiT(Backbone):
     continuous = True
     denoises = True
     sampler = "blockwise"
+    cached = False
     coords: Tensor  # [N, 3]
 
     def __init__(self, config: Config, layout: Layout, vocab: int) -> None:

@@ -55,6 +55,7 @@ class MAR(Backbone):
 
     continuous = True
     sampler = "masked"
+    cached = False
 
     def __init__(self, config: Config, layout: Layout, vocab: int) -> None:
         super().__init__()

@@ -68,6 +68,7 @@ class OneStep(Trunk):
     """
 
     sampler = "one_step"
+    cached = False
     shift = 0
     codes: Tensor
 

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from visgen.config import UserError, build, dump, load, plugin
-from visgen.data import Data, Split, Views
+from visgen.data import Data, Split, Views, _index
 
 VERSION = 1
 CENTER = 4  # the centre crop's number among ten crops
@@ -212,23 +211,15 @@ def read_index(folder: Path) -> Index:
     Raises:
         UserError: missing, not JSON, or of another version.
     """
-    path = folder / "index.json"
-    if not path.is_file():
-        raise UserError(
-            f"no code cache at {folder}; write one with `python -m visgen.encode --tokenizer T --out {folder.parent} "
-            f"--split {folder.name}`"
-        )
-    try:
-        values = json.loads(path.read_text())
-        if values.get("version") != VERSION:
-            raise UserError(f"{path} has version {values.get('version')}, this visgen reads {VERSION}; encode again")
-        return Index(**values)
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); {_REMEDY}") from None
+    absent = (
+        f"no code cache at {folder}; write one with `python -m visgen.encode --tokenizer T --out {folder.parent} "
+        f"--split {folder.name}`"
+    )
+    return _index.read_index(folder, Index, VERSION, absent, "encode again", _REMEDY)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    _replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
+    _index.replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
 
 
 def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray) -> None:
@@ -238,13 +229,13 @@ def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labe
         buffer = io.BytesIO()
         np.save(buffer, array)
         record[part] = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        _replace(shard_path(folder, number, part), buffer.getbuffer())
+        _index.replace(shard_path(folder, number, part), buffer.getbuffer())
     write_record(folder, number, record)
 
 
 def write_record(folder: Path, number: int, record: dict[str, Any]) -> None:
     """Marks a shard as done."""
-    _replace(shard_path(folder, number, "done"), json.dumps(record).encode())
+    _index.replace(shard_path(folder, number, "done"), json.dumps(record).encode())
 
 
 def shard_record(folder: Path, index: Index, number: int) -> dict[str, Any] | None:
@@ -281,13 +272,3 @@ def read_array(path: Path, mapped: bool = False) -> np.ndarray:
         raise UserError(f"{path} is missing; {_REMEDY}") from None
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
-
-
-def _replace(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file so that it is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

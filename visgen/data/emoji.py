@@ -25,13 +25,11 @@ from PIL import Image
 from torch import Tensor
 
 from visgen.checks import Share
-from visgen.config import UserError, run_program
+from visgen.config import REPOSITORY, UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
 from visgen.data._emoji_concepts import CATEGORIES, TONES
 from visgen.data._images import UNREADABLE
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 # A mirror image of these is wrong: lettering, numbers, clocks, maps, flags.
 UNMIRRORED_CATEGORIES = frozenset({"Symbols", "Flags"})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from visgen.config import UserError
-from visgen.data import Data, Split, Views
+from visgen.data import Data, Split, Views, _index
 
 VERSION = 1
 
@@ -123,26 +123,18 @@ def read_index(folder: Path) -> Index:
     Raises:
         UserError: missing, not JSON, or of another version.
     """
-    path = folder / "index.json"
-    if not path.is_file():
-        raise UserError(
-            f"no pairs at {folder}; write some with `python -m visgen.trajectories --teacher T --out {folder.parent} "
-            f"--split {folder.name}`"
-        )
-    try:
-        values = json.loads(path.read_text())
-        if values.get("version") != VERSION:
-            raise UserError(f"{path} has version {values.get('version')}, this visgen reads {VERSION}; write it again")
-        return Index(**values)
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete the folder and write the pairs again") from None
+    absent = (
+        f"no pairs at {folder}; write some with `python -m visgen.trajectories --teacher T --out {folder.parent} "
+        f"--split {folder.name}`"
+    )
+    return _index.read_index(
+        folder, Index, VERSION, absent, "write it again", "delete the folder and write the pairs again"
+    )
 
 
 def write_index(folder: Path, index: Index) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / ".index.json.tmp"
-    temporary.write_text(json.dumps(dataclasses.asdict(index), indent=1))
-    os.replace(temporary, folder / "index.json")
+    _index.replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
 
 
 def read_shard(folder: Path, index: Index, number: int) -> np.ndarray:

@@ -120,8 +120,8 @@ class Engine:
         self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
         rows = self._cond.vectors.shape[0]
-        if (self.continuous and self.model.backbone.sampler != "causal") or self.student:
-            return  # the sampler reserves the cache, or needs none
+        if not self.model.backbone.cached:
+            return  # the sampler reserves one, or needs none
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
         filled = self.model.condition.prefix - 1

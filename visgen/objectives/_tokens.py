@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from visgen import config as configs
 from visgen.config import UserError
 from visgen.data import Batch, Data
+from visgen.decode.engine import Engine
+from visgen.decode.noise import Noise
 from visgen.model import Model
 
 
@@ -62,6 +64,21 @@ def tokens_of(batch: Batch, frozen: dict[str, nn.Module]) -> Tensor:
         return frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
 
 
+def drawn(model: Any, tokenizer: Any, settings: Any, seed: int) -> Tensor | None:
+    """Images, or frames of clips, of labels that go round the classes; None without a tokenizer.
+
+    Args:
+        settings: how many `images`, and their `guidance` and `sampler`.
+    """
+    if tokenizer is None:
+        return None
+    index = torch.arange(settings.images, device=next(model.parameters()).device)
+    engine = Engine(model, settings.guidance)
+    engine.begin({"label": index % model.config.condition.classes})
+    tokens = engine.run(configs.build(settings.sampler), Noise(index + seed)).tokens
+    return tokenizer.decode(tokens).flatten(0, 1)
+
+
 def check_labels(model: Model, data: Data) -> None:
     """Raises `UserError` where the data and the model have unequal numbers of classes."""
     classes = getattr(model.config.condition, "classes", None)
@@ -74,10 +91,10 @@ def check_labels(model: Model, data: Data) -> None:
 
 def check_cache(model: Model, data: Any) -> None:
     """Refuses cached tokens that are not the model's."""
-    for name, mine, its in (
-        ("grid", tuple(model.grid), tuple(data.grid)),
-        ("vocab", None if model.continuous else model.config.vocab, data.vocab),
-        ("channels", model.config.channels, data.channels),
-    ):
-        if mine != its:
-            raise UserError(f"the cached tokens have {name} {its}, objective.model has {mine}; set it to the cache's")
+    name = "channels" if model.continuous else "vocab"
+    mine, its = ((tuple(of.grid), getattr(of, name)) for of in (model.config, data))
+    if mine != its:
+        raise UserError(
+            f"the cached tokens have grid {its[0]} and {name} {its[1]}, objective.model has {mine[0]} and {mine[1]}; "
+            f"set objective.model.grid and .{name} to the cache's"
+        )

@@ -14,17 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from visgen import config as configs
 from visgen.checks import Positive
 from visgen.config import UserError, plugin, plugin_config
 from visgen.data import Batch, Data
-from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
 from visgen.objectives import Logs, Objective
-from visgen.objectives._tokens import read_tokenizer, tokens_of
+from visgen.objectives._tokens import drawn, read_tokenizer, tokens_of
 
 BANDS = 4  # of time, each with an error of its own in the log
 
@@ -109,15 +107,7 @@ class Blocks(Objective):
         return {"mse": error(model, tokens, batch, None, time.round(), noise).mean()}
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
-        settings: PreviewConfig = self.config.preview
-        tokenizer: Any = self.frozen.get("tokenizer")
-        if tokenizer is None:
-            return None
-        index = torch.arange(settings.images, device=next(model.parameters()).device)
-        engine = Engine(model, settings.guidance)
-        engine.begin({"label": index % self.config.model.condition.classes})
-        tokens = engine.run(configs.build(settings.sampler), Noise(index + seed)).tokens
-        return tokenizer.decode(tokens).flatten(0, 1)
+        return drawn(model, self.frozen.get("tokenizer"), self.config.preview, seed)
 
 
 class BlocksNet(nn.Module):

@@ -25,7 +25,7 @@ from visgen.model import Model, ModelConfig
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
-from visgen.objectives._tokens import check_cache
+from visgen.objectives._tokens import read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
@@ -92,42 +92,13 @@ class NextToken(Objective):
 
     def setup(self, data: Data) -> None:
         model: Model = self.exported()
-        self._check_labels(data)
+        self.frozen |= read_tokenizer(self.config.tokenizer, model, data)
+        self._check_views(data)
         self._start(model)
         self._check_sizes(data)
         if self.maps is not None:
             self.maps.setup(data)
             self.frozen |= {f"control_{kind}": control for kind, control in self.maps.kinds.items()}
-        if self.config.tokenizer is None:
-            if not hasattr(data, "grid"):
-                raise UserError(
-                    f"data.kind '{configs.kind_of(data.config)}' gives pixels: set objective.tokenizer to the run "
-                    "directory of a tokenizer, or cache the codes with `python -m visgen.encode`"
-                )
-        else:
-            from visgen.checkpoint import load_tokenizer  # reads files, so it is not needed to build the nets
-
-            tokenizer = load_tokenizer(self.config.tokenizer)
-            model.check_tokenizer(tokenizer, f"objective.tokenizer {self.config.tokenizer}")
-            if not hasattr(data, "grid") and tuple(data.image_size) != tuple(tokenizer.image_size):
-                raise UserError(
-                    f"the data gives images of {data.image_size} px, {self.config.tokenizer} was made for "
-                    f"{tokenizer.image_size}; set data.image_size, or use a tokenizer of that size"
-                )
-            self.frozen["tokenizer"] = tokenizer
-            if hasattr(data, "check"):
-                from visgen.checkpoint import tokenizer_hash
-                from visgen.encode import preflight
-
-                data.check(tokenizer_hash(tokenizer))
-                preflight(tokenizer, data)  # type: ignore[arg-type]
-        if model.continuous and hasattr(data, "grid"):
-            return check_cache(model, data)
-        if hasattr(data, "grid") and (tuple(data.grid), data.vocab) != (tuple(model.grid), model.config.vocab):  # type: ignore[attr-defined]
-            raise UserError(
-                f"the cached codes have grid {tuple(data.grid)} and vocab {data.vocab}, objective.model has "  # type: ignore[attr-defined]
-                f"{tuple(model.grid)} and {model.config.vocab}; set objective.model.grid and .vocab to the cache's"
-            )
 
     def _check_vectors(self, model: Model) -> None:
         """Refuses a backbone that predicts no next token, and a preview by a sampler of codes."""
@@ -173,13 +144,7 @@ class NextToken(Objective):
             return data  # maps of resized images are made of these
         return self.maps.reading(data)
 
-    def _check_labels(self, data: Data) -> None:
-        classes = getattr(self.config.model.condition, "classes", None)
-        if classes is not None and len(data.classes) != classes:
-            raise UserError(
-                f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
-                f"pass --objective.model.condition.classes {len(data.classes)}"
-            )
+    def _check_views(self, data: Data) -> None:
         views, cached = getattr(self.config.model.condition, "views", 1), getattr(data, "view_count", 1)
         if views > 1 and views != cached:
             raise UserError(
@@ -189,10 +154,7 @@ class NextToken(Objective):
 
     def tokens(self, batch: Batch) -> Tensor:
         """Cached tokens [B, N], or those of the batch's pixels."""
-        if "tokens" in batch:
-            return batch["tokens"]
-        with torch.no_grad(), torch.autocast(batch["pixels"].device.type, enabled=False):
-            return self.frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
+        return tokens_of(batch, self.frozen)
 
     def loss(
         self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
