@@ -215,10 +215,11 @@ class Engine:
         weights = self.guidance.weights(index.clamp(max=self.tokens - 1), self.tokens)
         return self.model.head.dist(h.unflatten(0, (k, -1)), weights)
 
-    def check_sampler(self, kind: str) -> None:
-        """Refuses a sampler of vectors that is not the backbone's."""
+    def check_sampler(self, kind: str, decodes: str | None = None) -> None:
+        """Refuses a sampler of vectors that does not decode this backbone: is not its own, nor, by `decodes`, another
+        way of doing what its own does."""
         fitting = self.model.backbone.sampler
-        if kind != fitting:
+        if fitting not in (kind, decodes):
             raise UserError(f"sampler {kind} is not for this model's backbone; use --sampler.kind {fitting}")
 
     @torch.inference_mode()

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visgen.checks import Positive, Range, Scale
+from visgen.checks import Positive, Range, Scale, Share
+from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
-from visgen.nn.ancestral import Walker
+from visgen.nn.ancestral import Walk, Walker
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._walk import denoised, tables, taken, walks_of
 
@@ -27,6 +28,9 @@ class Config:
     Attributes:
         steps: of the head's denoising, for every token.
         solver, shift, last, temperature: as of `masked`.
+        variance: of ancestral steps, by its place between that of the posterior (0) and beta (1), whatever the head
+            says; None: the head's. `cspec` needs one that two models share.
+        end_noise: draw in the last ancestral step too, as `cspec` must; published walks do not.
     """
 
     steps: Positive = 100
@@ -34,6 +38,8 @@ class Config:
     shift: Scale = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
     temperature: Scale = 1.0
+    variance: Share | None = None
+    end_noise: bool = False
 
 
 @dataclass
@@ -59,7 +65,7 @@ class Causal(Sampler):
     def init(self, engine: Engine, noise: Noise) -> State:
         engine.check_sampler("causal")
         head, device, shape = engine.model.head, engine.device, (engine.batch, engine.tokens)
-        walk = walks_of(self.config, head.path, [self.config.steps])[0]
+        walk = self._walk(head.path)
         known, keep = None, None
         if engine.known is not None:
             known, keep = engine.known[0].float().clone(), engine.known[1].clone()
@@ -69,7 +75,7 @@ class Causal(Sampler):
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
         law, at, channels = forward(state.tokens, state.index), state.index, state.tokens.shape[-1]
-        drawn = denoised(law, at, noise, channels, state, 0, state.noisy, self.config.temperature)
+        drawn = denoised(law, at, noise, channels, state, 0, state.noisy, self.config)
         if state.known is not None and state.keep is not None:
             drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
         state.tokens.scatter_(1, at.unsqueeze(-1).expand_as(drawn), drawn)
@@ -80,3 +86,17 @@ class Causal(Sampler):
 
     def notes(self, state: State) -> dict[str, Any]:
         return {"head_steps": state.tokens.shape[1] * len(state.noisy)}
+
+    def _walk(self, path: Any) -> Walk:
+        """The head's walk for every token.
+
+        Raises:
+            UserError: settings that it cannot follow.
+        """
+        config = self.config
+        walk = walks_of(config, path, [config.steps])[0]
+        ancestral = path.predicts == "epsilon" and config.solver in ("auto", "ancestral")
+        for name, asked in (("variance", config.variance), ("end_noise", config.end_noise or None)):
+            if asked is not None and not ancestral:
+                raise UserError(f"sampler.{name} {asked} is for ancestral steps, of which these are none; leave it out")
+        return walk._replace(noisy=(True,) * walk.steps) if config.end_noise else walk

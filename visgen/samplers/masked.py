@@ -126,7 +126,7 @@ class Masked(Sampler):
         h = h.gather(2, at[None, :, :, None].expand(len(h), -1, -1, h.shape[-1]))
         start, noisy = state.walks[state.turn % len(state.walks)]
         law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
-        drawn = denoised(law, at, noise, channels, state, start, noisy, self.config.temperature)
+        drawn = denoised(law, at, noise, channels, state, start, noisy, self.config)
         if state.known is not None and state.keep is not None:
             drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
         drawn = torch.where((rank[0, :width] < count).unsqueeze(-1), drawn, taken(state.tokens, at))
