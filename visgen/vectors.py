@@ -82,7 +82,7 @@ class ToyEngine(Engine):
         self.drafter = None if draft is None else ToyEngine(draft, tokens)
         config = SimpleNamespace(channels=toy.means.shape[1], backbone=Toy, head=Toy)
         head = SimpleNamespace(path=self.path, about=lambda time: time.unsqueeze(-1))
-        self.model = SimpleNamespace(head=head, config=config)
+        self.model = SimpleNamespace(head=head, config=config, backbone=SimpleNamespace(ordered=False))
         self.begin({"rows": 1})
 
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:

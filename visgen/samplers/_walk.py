@@ -40,6 +40,21 @@ def tables(walks: Sequence[Walk], head: Any, device: torch.device) -> tuple[Tens
     return table, bounds, head.about(table[:, 0]), [first[w.steps] for w in walks]
 
 
+def arranged(engine: Any, noise: Noise) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The order [B, N] in which a causal model draws the tokens of a batch, None for raster order; and in it the known
+    tokens [B, N, C] and which they are [B, N], if any. In a random order known ones come first, so that all others see
+    them."""
+    known, keep = (None, None) if engine.known is None else (engine.known[0].float().clone(), engine.known[1].clone())
+    if not engine.model.backbone.ordered:
+        return None, known, keep
+    order = noise.order(engine.tokens)
+    if known is not None and keep is not None:
+        order = order.gather(1, (~keep.gather(1, order)).int().argsort(dim=1, stable=True))
+        known, keep = taken(known, order), keep.gather(1, order)
+    engine.arrange(order)
+    return order, known, keep
+
+
 def denoised(
     law: Any, at: Tensor, noise: Noise, channels: int, state: Any, start: int, noisy: Sequence[bool], rule: Any
 ) -> Tensor:

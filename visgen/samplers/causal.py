@@ -1,7 +1,8 @@
 """Token by token with vectors: one backbone evaluation for each, whose law the head's denoising draws.
 
-Source: the causal variant of MAR (Li et al. 2024, arXiv 2406.11838, section 3.4), in raster order. The head's whole
-loop is part of an iteration, and its tables lie on the device, so one graph serves all of them.
+Source: the causal variant of MAR (Li et al. 2024, arXiv 2406.11838, section 3.4), in the order of the model: raster, or
+one of each image's own. The head's whole loop is part of an iteration, and its tables lie on the device, so one graph
+serves all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
 from visgen.samplers import Forward, Sampler
-from visgen.samplers._walk import denoised, tables, taken, walks_of
+from visgen.samplers._walk import arranged, denoised, tables, taken, walks_of
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,19 @@ class Config:
 
 @dataclass
 class State:
-    tokens: Tensor  # [B, N, C]
+    tokens: Tensor  # [B, N, C] in the order of drawing
     index: Tensor  # [B, 1], the token to be drawn next
     table: Tensor  # [S, 10]
     bounds: Tensor  # [S, 2]
     about: Tensor  # [S, width]
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
+    order: Tensor | None  # [B, N] the place of the n-th token; None: n
     noisy: tuple[bool, ...]
 
 
 class Causal(Sampler):
-    """Draws token k from its law given tokens < k, by the noise of (seed, k)."""
+    """Draws token k from its law given tokens < k, by the noise of (seed, place of k)."""
 
     continuous = True
 
@@ -66,16 +68,15 @@ class Causal(Sampler):
         engine.check_sampler("causal")
         head, device, shape = engine.model.head, engine.device, (engine.batch, engine.tokens)
         walk = self._walk(head.path)
-        known, keep = None, None
-        if engine.known is not None:
-            known, keep = engine.known[0].float().clone(), engine.known[1].clone()
+        order, known, keep = arranged(engine, noise)
         tokens = torch.zeros(*shape, engine.model.config.channels, device=device)
         index = torch.zeros(shape[0], 1, dtype=torch.int64, device=device)
-        return State(tokens, index, *tables([walk], head, device)[:3], known, keep, walk.noisy)
+        return State(tokens, index, *tables([walk], head, device)[:3], known, keep, order, walk.noisy)
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
         law, at, channels = forward(state.tokens, state.index), state.index, state.tokens.shape[-1]
-        drawn = denoised(law, at, noise, channels, state, 0, state.noisy, self.config)
+        place = at if state.order is None else state.order.gather(1, at)
+        drawn = denoised(law, place, noise, channels, state, 0, state.noisy, self.config)
         if state.known is not None and state.keep is not None:
             drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
         state.tokens.scatter_(1, at.unsqueeze(-1).expand_as(drawn), drawn)

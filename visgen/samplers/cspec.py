@@ -29,7 +29,7 @@ from visgen.nn.coupling import Step, coupled
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._draft import check_chains, load_draft
 from visgen.samplers._frozen import frozen
-from visgen.samplers._walk import draws_of, fixed_log, step_mean, tables, taken, walks_of
+from visgen.samplers._walk import arranged, draws_of, fixed_log, step_mean, tables, taken, walks_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Config:
 
 @dataclass
 class State:
-    tokens: Tensor  # [B, N, C], final ones and behind them drafts
+    tokens: Tensor  # [B, N, C] in the order of drawing, final ones and behind them drafts
     position: Tensor  # [B, 1], the first token that is not final
     iteration: Tensor  # [B, 1]
     rounds: Tensor  # [B, N]
@@ -82,6 +82,7 @@ class State:
     draft_about: Tensor | None  # [S, width] the draft's
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
+    order: Tensor | None  # [B, N] the place of the n-th token; None: n
     tested: Tensor  # [length] drafts whose predecessors all stayed, by their place among the drafts
     kept: Tensor  # [length] those that stayed
     whole: Tensor  # [1] those whose chain never left the draft's
@@ -120,18 +121,18 @@ class CSpec(Sampler):
         config, path = self.config, engine.model.head.path
         engine.check_sampler("cspec", "causal")
         self._check_head(engine)
+        order, known, keep = arranged(engine, noise)
         drafter, draft_about = None, None
         if config.mode != "head_time":
             drafter = engine.once(("draft", config.draft), lambda: load_draft(config.draft, engine))
             check_chains(drafter, engine, config.draft)
             drafter.begin(engine.given, engine.known)
+            if order is not None:
+                drafter.arrange(order)
         walk = walks_of(config, path, [config.steps])[0]
         table, bounds, about, _ = tables([walk], engine.model.head, engine.device)
         if drafter is not None:
             draft_about = drafter.model.head.about(table[:, 0])
-        known, keep = None, None
-        if engine.known is not None:
-            known, keep = engine.known[0].float().clone(), engine.known[1].clone()
         b, n, device = engine.batch, engine.tokens, engine.device
         zeros = torch.zeros(b, n, dtype=torch.int64, device=device)
         width = 1 if config.mode == "head_time" else min(config.length + 1, n)
@@ -147,6 +148,7 @@ class CSpec(Sampler):
             draft_about=draft_about,
             known=known,
             keep=keep,
+            order=order,
             tested=torch.zeros(config.length, device=device),
             kept=torch.zeros(config.length, device=device),
             whole=torch.zeros(1, device=device),
@@ -160,17 +162,18 @@ class CSpec(Sampler):
         count, width = state.tokens.shape[1], len(state.slots)
         index = state.position.clamp(max=count - width) + state.slots  # [B, W]; at the end it covers some final tokens
         waiting = index >= state.position
-        draws = draws_of(noise, index, state.tokens.shape[-1], 1 + len(state.spread))  # [1 + S, B, W, C]
+        place = index if state.order is None else state.order.gather(1, index)
+        draws = draws_of(noise, place, state.tokens.shape[-1], 1 + len(state.spread))  # [1 + S, B, W, C]
         if self.config.mode == "head_time":
             law, ahead = forward(state.tokens, index), self.config.length
-            found = frozen(law, index, noise, draws, state, ahead)
+            found = frozen(law, place, noise, draws, state, ahead)
             walked = Walked(found, torch.zeros_like(waiting), torch.zeros_like(waiting), state.gap[:, None, None] * 0)
             drafted = torch.zeros_like(waiting)
         else:
             drafted = waiting & (index < state.position + self.config.length)
             path = self.propose(state, index, drafted, draws)
             law = forward(state.tokens, index)
-            walked = self.walk(state, law, index, drafted, path, draws, noise)
+            walked = self.walk(state, law, place, drafted, path, draws, noise)
         self.settle(state, index, waiting, drafted, walked)
 
     def propose(self, state: State, index: Tensor, drafted: Tensor, draws: Tensor) -> Record:
@@ -201,11 +204,11 @@ class CSpec(Sampler):
         return Record(mean, ends)
 
     def walk(
-        self, state: State, law: Any, index: Tensor, drafted: Tensor, path: Record, draws: Tensor, noise: Noise
+        self, state: State, law: Any, place: Tensor, drafted: Tensor, path: Record, draws: Tensor, noise: Noise
     ) -> Walked:
         """The model's chains of a window: coupled to the recorded ones, or plainly by the same noise."""
         steps, exact = len(state.spread), self.config.mode == "exact"
-        log_uniform = noise.uniform(index, steps, Stream.ACCEPT).log()  # [B, W, S], of a token's own, as all its noise
+        log_uniform = noise.uniform(place, steps, Stream.ACCEPT).log()  # [B, W, S], of a token's own, as all its noise
         x, met, whole, gaps = draws[0], drafted, drafted, []
         for j in range(steps):
             mean, z = step_mean(law, x, state.table[j], state.about[j]), draws[1 + j]

@@ -21,7 +21,7 @@ from torch import Tensor
 from visgen.checks import Positive, Range, Scale
 from visgen.config import UserError
 from visgen.decode.engine import Engine
-from visgen.decode.noise import Noise, Stream
+from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._walk import denoised, tables, taken, walks_of
@@ -96,7 +96,7 @@ class Masked(Sampler):
         guided = [min(d + c, n - 1) for d, c in zip(done, counts, strict=True)]  # the last one too, as published
         table, bounds, about, first = tables(walks, head, device)
         index = torch.arange(n, device=device).unsqueeze(0)
-        order = noise.bits(index, 1, Stream.ORDER).squeeze(-1).argsort(dim=1, stable=True)
+        order = noise.order(n)
         seen, rank, most = order, index.expand(b, -1), 0
         tokens = torch.zeros(b, n, engine.model.config.channels, device=device)
         known, keep = None, None
