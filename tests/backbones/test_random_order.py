@@ -179,3 +179,17 @@ def test_what_does_not_fit_is_refused(model: Model, make_model: Make) -> None:
         make_model(order="random")
     with pytest.raises(UserError, match="has embeddings of its own places alone; leave size out"):
         model.at((1, 2, 4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_decode_is_the_eager_one(make_causal: Make) -> None:
+    captured: Any = pytest.importorskip("visgen.decode.captured")
+    model = make_causal(order="random").to("cuda")
+    found = []
+    for engine in (captured.CapturedEngine(model, Guidance(1.7)), Engine(model, Guidance(1.7))):
+        for first in (0, 8):  # the second batch, of other orders, in the buffers of the first
+            engine.begin({"label": LABELS.to("cuda")})
+            sampler = build(plugin_config("visgen.samplers", "causal", steps=4))
+            found.append(engine.run(sampler, Noise(torch.arange(first, first + 3, device="cuda"))))
+    for fast, slow in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(fast.rounds, slow.rounds) and close(fast.tokens, slow.tokens)

@@ -126,6 +126,18 @@ def test_counts_its_evaluations(kind: str, made: Callable[[str], Any], engine: E
     assert torch.equal(result.accepted, N - result.nfe_per_image)
 
 
+def test_says_of_every_iteration_which_graph_serves_it_or_of_none(
+    kind: str, made: Callable[[str], Any], engine: Engine
+) -> None:
+    sampler = made(kind)
+    engine.begin({"label": LABELS})
+    with torch.inference_mode():
+        state = sampler.init(engine, Noise(SEEDS))
+    stages = sampler.stages(state)
+    assert len(stages) == (sampler.iterations(engine) if stages else 0)
+    assert bool(stages) == (getattr(state, "turn", None) == 0), "by its `turn` it chooses"
+
+
 def test_a_complete_row_stays_as_it_is(kind: str, made: Callable[[str], Any], engine: Engine) -> None:
     sampler, noise = made(kind), Noise(SEEDS)
     engine.begin({"label": LABELS})

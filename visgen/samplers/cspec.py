@@ -279,6 +279,8 @@ class CSpec(Sampler):
         }
         if self.config.mode == "exact":
             found["first_failure"] = round((state.whole.double().cpu() / total).item(), 4)
+        else:
+            found["lossless"] = False
         return found
 
     def _check_head(self, engine: Engine) -> None:
