@@ -183,7 +183,7 @@ class CSpec(Sampler):
         """
         count, width = state.tokens.shape[1], len(state.slots)
         mean, ends = torch.zeros_like(draws[1:]), torch.zeros_like(draws[1:])
-        for i in range(self.config.length):
+        for i in range(min(self.config.length, count)):
             at = (state.position + i).clamp(max=count - 1)  # [B, 1]
             if i == 0:
                 law = state.drafter.forward(state.tokens, (at - width + 1 + state.slots).clamp(min=0))
