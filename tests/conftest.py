@@ -155,8 +155,10 @@ def make_masked() -> Callable[..., Model]:
 def make_causal() -> Callable[..., Model]:
     """Builds a tiny causal model over vectors in eval mode, class-conditional, with random weights everywhere."""
 
-    def make(grid: tuple[int, int, int] = (1, 4, 4), channels: int = 3, seed: int = 0, **head: Any) -> Model:
-        small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16, "continuous": True}
+    def make(
+        grid: tuple[int, int, int] = (1, 4, 4), channels: int = 3, seed: int = 0, order: str = "raster", **head: Any
+    ) -> Model:
+        small = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16, "continuous": True, "order": order}
         config = ModelConfig(
             grid=grid,
             channels=channels,

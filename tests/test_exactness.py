@@ -15,14 +15,17 @@ import torch
 from programs import program
 
 from visgen import exactness as ex
-from visgen import mutants
-from visgen.config import UserError
+from visgen import mutants, vectors
+from visgen.config import UserError, build, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
+from visgen.nn.ancestral import walk
+from visgen.nn.diffusion import Path as Denoising
 from visgen.samplers.ar import AR
 from visgen.samplers.ar import Config as ARConfig
+from visgen.samplers.cspec import CSpec
 from visgen.samplers.sjd import SJD, Config
 from visgen.samplers.speculative import Config as SpeculativeConfig
 from visgen.samplers.speculative import Speculative
@@ -175,6 +178,8 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
         ("--draws 9999", "draws is 9999"),
         ("--sampler.kind sjd --sampler.window auto", "window auto"),
         ("--sampler.kind speculative --sampler.draft nowhere", "sampler.draft nowhere is not read"),
+        ("--sampler.kind cspec --sampler.mode distance --sampler.radius 1", "mode distance is not lossless"),
+        ("--sampler.kind cspec --vectors 1999", "vectors is 1999"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(prove: Callable[..., tuple[int, Any]], flags: str, words: str) -> None:
@@ -186,3 +191,56 @@ def test_what_cannot_be_proved_is_refused(prove: Callable[..., tuple[int, Any]],
 def test_every_sampler_is_proved_on_1e6_draws(prove: Callable[..., tuple[int, Any]]) -> None:
     code, said = prove("--draws", "1000000")
     assert code == 0 and said["pass"] and said["seconds"] < 900
+
+
+# ----------------------------------------------------------------------------------------------------- vectors
+
+
+CSPEC = ("--sampler.kind", "cspec", "--sampler.length", "2")
+
+
+def test_the_ks_tests_equal_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    rng = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, generator=rng, dtype=torch.float64) for n in (4000, 3000))
+    for shift in (0.0, 0.03, 0.06):
+        one, two = stats.kstest(a + shift, "norm"), stats.ks_2samp(a + shift, b, method="asymp")
+        assert vectors.ks(a + shift) == pytest.approx(one.pvalue, rel=0.05)
+        assert vectors.ks(a + shift, b) == pytest.approx(two.pvalue, rel=0.1)
+    assert vectors.ks(a, a) == 1.0 and vectors.ks(a + 5, b) < 1e-12
+
+
+def test_a_chain_of_gaussians_is_the_formula() -> None:
+    """The plain walk of the shipped sampler, of a mean that is not 0."""
+    toy = vectors.Toy(torch.full((1, 4), 1.5), torch.ones(1), 0.6)
+    plain = build(plugin_config("visgen.samplers", "causal", steps=20, variance=1.0, end_noise=True))
+    found, _ = vectors.draws(plain, vectors.ToyEngine(toy, 1), 4000, 0)
+    made = walk(Denoising("epsilon", "squaredcos_cap_v2"), "ancestral", 20)
+    factor, deviation = vectors.gaussian_chain(
+        made, (made.high / 2).exp(), 0.6, Denoising("epsilon", "squaredcos_cap_v2")
+    )
+    assert abs(found.mean() - 1.5 * factor) < 0.02 and abs(found.std() - deviation) < 0.01
+    assert vectors.ks((found[:, 0, 0] - 1.5 * factor) / deviation) > 1e-3
+
+
+def test_speculation_over_vectors_is_exact_and_stays_as_published() -> None:
+    """The spec's case in 100 steps: Gaussians of 16 channels and deviation 0.7, 0.3 apart."""
+    sampler = build(plugin_config("visgen.samplers", "cspec", length=1))
+    p, rates = vectors.apart(sampler, 8192, 0)
+    assert p > 1e-3
+    assert abs(rates["acceptance"] - 0.717) < 0.01 and abs(rates["first_failure"] - 0.197) < 0.01
+
+
+def test_vectors_are_proved(prove: Callable[..., tuple[int, Any]]) -> None:
+    code, said = prove(*CSPEC, "--sampler.steps", "25", "--vectors", "4000")
+    found = said["vectors"]
+    assert code == 0 and said["pass"] and found["controls_caught"] == "4/4" and found["tested"] == 3
+    assert 0.3 < found["acceptance"] < 0.95 and "enumerated" not in said
+
+
+def test_a_wrong_rule_over_vectors_is_no_proof(
+    prove: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors.mutants, "Released", CSpec)  # no control at all: it is exact
+    code, said = prove(*CSPEC, "--sampler.steps", "10", "--vectors", "2000")
+    assert code == 1 and not said["pass"] and said["vectors"]["controls_caught"] != "4/4"

@@ -13,7 +13,7 @@ LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
     "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / "
     "loading known pictures / encode convert sample evaluate speed exactness mutants / "
-    "small_set clip_score maps trajectories / control_set / train / programs"
+    "small_set clip_score maps trajectories vectors / control_set / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"checks", "config"}, "metrics": {"config"}}  # stricter than their layer
@@ -30,7 +30,7 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
     ("objectives/_tokens.py", "checkpoint"): "setup reads the tokenizer's file, which building the nets does not need",
     ("objectives/_tokens.py", "encode"): "setup decodes a few cached tokens back with the program's own check",
     ("samplers/_teacher.py", "checkpoint"): "a teacher is read where a student is trained or helped, which few are",
-    ("samplers/speculative.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
+    ("samplers/_draft.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
 }
 
 

@@ -115,6 +115,7 @@ class Model(nn.Module):
         drop: Tensor | None,
         drop_control: Tensor | None = None,
         draws: Any = None,
+        order: Tensor | None = None,
     ) -> Tensor:
         """Teacher-forced loss per token [B, N] of tokens [B, N(, C)] under the batch's condition and control.
 
@@ -122,11 +123,16 @@ class Model(nn.Module):
             drop: [B] bool, rows whose condition and control are both dropped.
             drop_control: [B] bool, rows whose control alone is dropped.
             draws: times and noise of a head of vectors, `head.draws`; None: the same at every call.
+            order: [B, N] in which the tokens of a backbone that is `ordered` are predicted, and losses stand; None:
+                raster order.
         """
         cond = self.condition(batch, drop)
         both = drop if drop_control is None else drop_control if drop is None else drop | drop_control
         control = self.controlled(batch, both)
-        h = self.backbone(tokens[:, :-1], None, cond=cond, control=control)  # [B, P + N - 1, D]
+        told = {} if order is None else {"order": order}
+        if order is not None:
+            tokens = tokens.gather(1, order.unsqueeze(-1).expand_as(tokens))
+        h = self.backbone(tokens[:, :-1], None, cond=cond, control=control, **told)  # [B, P + N - 1, D]
         h = h[:, self.condition.prefix - 1 :]
         return self.head.loss(h, tokens) if draws is None else self.head.loss(h, tokens, draws)  # type: ignore[call-arg]
 

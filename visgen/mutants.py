@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visgen.decode.noise import Noise
+from visgen.decode.noise import Noise, Stream
 from visgen.decode.verify import ring
 from visgen.decode.warp import Warp
 from visgen.nn.categorical import Categorical
+from visgen.nn.coupling import Step
 from visgen.samplers import Forward
+from visgen.samplers._walk import step_mean
+from visgen.samplers.cspec import CSpec, Walked
 from visgen.samplers.sjd import SJD, State
 
 
@@ -72,3 +75,56 @@ def _window(state: State) -> tuple[Tensor, Tensor, Tensor]:
 def _relabel(state: State, where: Tensor, laws: Any) -> None:
     assert state.laws is not None
     state.laws.copy_(torch.where(where.unsqueeze(-1), laws, state.laws))
+
+
+# -------------------------------------------------------------------------------------------- samplers of vectors
+
+
+class Released(CSpec):
+    """The rule of CSpD as it was released, for models of one variance: the densities of the last step alone, at a
+    temperature of 42 in the test and of 1 in the residual, and nothing behind a refused draft is dropped."""
+
+    temperature = 42.0
+
+    def walk(
+        self, state: Any, law: Any, index: Tensor, drafted: Tensor, path: Any, draws: Tensor, noise: Noise
+    ) -> Walked:
+        x, steps = draws[0], len(state.spread)
+        for j in range(steps):
+            mean = step_mean(law, x, state.table[j], state.about[j])
+            x = mean + state.spread[j] * draws[1 + j]
+        draft, other, spread = path.state[-1], path.mean[-1], state.spread[-1]
+        chance = ((_energy(draft, other, spread) - _energy(draft, mean, spread)) / self.temperature**2).exp()  # p / q
+        refused = drafted & (noise.uniform(index, 1, Stream.ACCEPT)[..., 0] > chance)
+        x = torch.where((drafted & ~refused).unsqueeze(-1), draft, x)
+        waiting = refused.clone()
+        x = torch.where(refused.unsqueeze(-1), torch.zeros_like(x), x)  # what is left after 100 tries
+        for k in range(100):
+            if not waiting.any():
+                break
+            tried = mean + spread * noise.normal(index, x.shape[-1], Stream.RESIDUAL, 2 * k)
+            kept = 1 - (_energy(tried, mean, spread) - _energy(tried, other, spread)).exp()  # 1 - q / p
+            taken = waiting & (noise.uniform(index, 1, Stream.RESIDUAL, 2 * k + 1)[..., 0] < kept)
+            x, waiting = torch.where(taken.unsqueeze(-1), tried, x), waiting & ~taken
+        return Walked(x, drafted, drafted & ~refused, torch.zeros(steps, *index.shape))
+
+
+class Unreflected(CSpec):
+    """A step that is not the draft's is drawn by the draft's noise as it is."""
+
+    def step(self, *of: Tensor) -> Step:
+        mean, _, noise, spread, _, _ = of
+        found = super().step(*of)
+        return found._replace(state=torch.where(found.met.unsqueeze(-1), found.state, mean + spread * noise))
+
+
+class NoRollback(CSpec):
+    """Drafts behind one that was refused are tested, and stay, though they were drawn and tested given that one."""
+
+    def walk(self, *of: Any) -> Walked:
+        return super().walk(*of)._replace(kept=of[3])
+
+
+def _energy(x: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
+    """-log density of N(mean, spread^2), up to a constant."""
+    return ((x - mean) / spread).square().sum(-1) / 2

@@ -34,7 +34,7 @@ def engine(
     make_student: Callable[..., Any],
 ) -> Engine:
     guidance, warp = request.param
-    if kind in ("masked", "causal"):
+    if kind in ("masked", "causal", "cspec"):
         return Engine(make_masked() if kind == "masked" else make_causal(), guidance)
     if continuous(kind):
         return Engine(make_blocks(block=(1, 2, 4)), guidance)
@@ -56,15 +56,18 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.fixture(scope="module")
-def made(small: Callable[..., Any], make_model: Callable[..., Any], tmp_path_factory: Any) -> Callable[[str], Any]:
-    """Builds a sampler; one that asks for a draft model gets a smaller one, of other weights."""
-    draft = tmp_path_factory.mktemp("draft")
-    model = make_model(layers=1, width=16, seed=1)
-    step = draft / checkpoint.step_name(1)
-    step.mkdir()
-    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config)
-    (step / checkpoint.META).write_text("{}")
-    return lambda kind: build(small(PACKAGE, kind, draft=draft, steps=3))
+def made(
+    small: Callable[..., Any], make_model: Callable[..., Any], make_causal: Callable[..., Any], tmp_path_factory: Any
+) -> Callable[[str], Any]:
+    """Builds a sampler; one that asks for a draft model gets one of other weights."""
+    drafts = {}
+    for vectors, model in ((False, make_model(layers=1, width=16, seed=1)), (True, make_causal(seed=1))):
+        drafts[vectors] = tmp_path_factory.mktemp("draft")
+        step = drafts[vectors] / checkpoint.step_name(1)
+        step.mkdir()
+        checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config)
+        (step / checkpoint.META).write_text("{}")
+    return lambda kind: build(small(PACKAGE, kind, draft=drafts[continuous(kind)], steps=3))
 
 
 def draw(sampler: Any, engine: Engine, rows: list[int], known: Any = None) -> Tensor:
@@ -121,6 +124,18 @@ def test_counts_its_evaluations(kind: str, made: Callable[[str], Any], engine: E
     assert (result.rounds.diff(dim=1) >= 0).all() != (kind in ANY_ORDER), "from left to right"
     assert result.nfe_per_image.max() == result.nfe <= sampler.iterations(engine)
     assert torch.equal(result.accepted, N - result.nfe_per_image)
+
+
+def test_says_of_every_iteration_which_graph_serves_it_or_of_none(
+    kind: str, made: Callable[[str], Any], engine: Engine
+) -> None:
+    sampler = made(kind)
+    engine.begin({"label": LABELS})
+    with torch.inference_mode():
+        state = sampler.init(engine, Noise(SEEDS))
+    stages = sampler.stages(state)
+    assert len(stages) == (sampler.iterations(engine) if stages else 0)
+    assert bool(stages) == (getattr(state, "turn", None) == 0), "by its `turn` it chooses"
 
 
 def test_a_complete_row_stays_as_it_is(kind: str, made: Callable[[str], Any], engine: Engine) -> None:

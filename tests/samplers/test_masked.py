@@ -15,7 +15,7 @@ from visgen.decode.engine import Engine, Generation
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.nn.ancestral import walk
-from visgen.samplers.masked import reveals
+from visgen.samplers.masked import bucket, reveals
 
 LABELS, SEEDS = torch.tensor([0, 2, 1]), torch.tensor([3, 1, 4])
 N, C = 16, 3
@@ -194,7 +194,10 @@ def test_an_iteration_asks_the_host_for_nothing(make_masked: Callable[..., Any],
                 sampler.iterate(state, engine.forward, noise)
             shapes.append(seen.shapes)
     assert buffers == {k: v.data_ptr() for k, v in vars(state).items() if isinstance(v, Tensor)}, "static buffers"
-    assert all(s == shapes[0] for s in shapes), "one graph serves all iterations"
+    stages = sampler.stages(state)
+    assert len(set(stages)) > 1
+    for shape, stage in zip(shapes, stages, strict=True):
+        assert shape == shapes[stages.index(stage)], "one graph serves all iterations of a stage"
 
 
 class Shapes(TorchDispatchMode):
@@ -229,3 +232,81 @@ def test_what_it_cannot_do_is_refused(
         other = type("Other", (Engine,), {})(make_masked())
         other.begin({"label": LABELS})
         other.run(made(last_steps=2), Noise(SEEDS))
+
+
+# --------------------------------------------------------------------------------- what the encoder reads, in few sizes
+
+
+@pytest.mark.parametrize("buckets", [2, 3, 4, 16])
+@pytest.mark.parametrize("known", [None, (KNOWN, KEEP), (KNOWN, torch.ones_like(KEEP))])
+def test_sizes_change_nothing(make_masked: Callable[..., Any], buckets: int, known: Any) -> None:
+    model = make_masked()
+    whole = decode(model, known=known, buckets=1, iterations=8)
+    found = decode(model, known=known, buckets=buckets, iterations=8)
+    assert close(found.tokens, whole.tokens, 1e-4) and torch.equal(found.rounds, whole.rounds)
+
+
+def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[..., Any]) -> None:
+    watched, read = make_masked(), []
+
+    class Watched(type(watched.backbone)):  # type: ignore[misc]
+        def encode(self, tokens: Tensor, *rest: Any) -> Tensor:
+            read.append(tokens.shape[1])
+            return super().encode(tokens, *rest)
+
+    watched.backbone.__class__ = Watched
+    decode(watched, iterations=16, buckets=4)  # one token each
+    assert read == [4] * 5 + [8] * 4 + [12] * 4 + [16] * 3
+    read.clear()
+    decode(watched, known=(KNOWN, KEEP), iterations=16, buckets=4)
+    most = int(KEEP.sum(1).max())
+    assert read == [4 * -(-max(1, min(k + most, 16)) // 4) for k in range(16)]
+    assert [bucket(k, 10, 4) for k in (0, 3, 4, 5, 6, 8, 9, 10)] == [3, 3, 5, 5, 8, 8, 10, 10]
+
+
+def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., Any]) -> None:
+    """The captured engine's choice of graphs, each of which here runs the iteration of its own turn again."""
+    captured: Any = pytest.importorskip("visgen.decode.captured")
+
+    class Graph:
+        def __init__(self, run: Callable[[], None]) -> None:
+            self.replay = run
+
+    class Replayed(captured.CapturedEngine):  # type: ignore[misc]
+        fused = False
+
+        def __init__(self, *given: Any) -> None:
+            Engine.__init__(self, *given)
+            self._captured, self.recorded = {}, []
+
+        def _record(self, sampler: Any, state: Any, noise: Any, warm: Any, turn: int) -> Any:
+            self.recorded.append(turn)
+
+            def run() -> None:
+                state.turn = turn
+                sampler.iterate(state, self.forward, noise)
+
+            return Graph(run)
+
+    model = make_masked()
+    engine = Replayed(model, LINEAR)
+    for rows, known in (([0, 1, 2], None), ([2, 1, 0], None), ([0, 1, 2], (KNOWN, KEEP))):
+        engine.begin({"label": LABELS[rows]}, known)
+        found = engine.run(made(iterations=16), Noise(SEEDS[rows]))
+        wanted = decode(model, known=known, rows=rows, iterations=16)
+        assert close(found.tokens, wanted.tokens, 1e-4) and torch.equal(found.rounds, wanted.rounds)
+        if known is None:
+            assert engine.recorded == [0, 5, 9, 13], "four sizes, four graphs, recorded once"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_graphs_draw_what_the_eager_engine_draws(make_masked: Callable[..., Any]) -> None:
+    captured: Any = pytest.importorskip("visgen.decode.captured")
+    model = make_masked().to("cuda")
+    results = []
+    for engine in (captured.CapturedEngine(model, LINEAR), Engine(model, LINEAR)):
+        for first in (0, 8):  # the second batch in the buffers of the first
+            seeds = torch.arange(first, first + 3, device="cuda")
+            engine.begin({"label": LABELS.to("cuda")})
+            results.append(engine.run(made(iterations=16), Noise(seeds)).tokens)
+    assert close(results[0], results[2], 1e-3) and close(results[1], results[3], 1e-3)

@@ -26,6 +26,8 @@ class Backbone(nn.Module, ABC):
         sampler: the kind of sampler that decodes it.
         cached: a decode goes over a cache of all slots, which the engine makes and whose prefix it fills.
         shift: slot P - shift + k holds what predicts token k: 1, the slot before its own; or 0, its own.
+        ordered: tokens may stand in any order: its `forward` also takes `order` [B, N], the place of the n-th, or None
+            for raster order.
         taught: of a student, the (guidance, warp) of its teacher, which its weights hold.
     """
 
@@ -36,6 +38,7 @@ class Backbone(nn.Module, ABC):
     sampler: str = "ar"
     cached: bool = True
     shift: int = 1
+    ordered: bool = False
     taught: Any = None
 
     @classmethod

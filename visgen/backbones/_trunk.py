@@ -77,8 +77,20 @@ class Trunk(Backbone):
         control: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        x = self.embed(tokens, pos, cond, level)  # [B, W, D]
-        coords = self.coords[: x.shape[1]].unsqueeze(0) if pos is None else self.coords[pos]
+        return self.run(self.embed(tokens, pos, cond, level), pos, cond, control, cache)
+
+    def run(
+        self,
+        x: Tensor,
+        pos: Tensor | None,
+        cond: Prefix,
+        control: Tensor | None,
+        cache: KVCache | None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Input vectors [B, W, D] -> hidden states; tokens stand in raster order, or in `order` [B, N]."""
+        slots = torch.arange(x.shape[1], device=x.device).unsqueeze(0) if pos is None else pos
+        coords = self.coords[slots if order is None else self._raster(slots, order)]
         rotation = rope_2d(coords, self.width // self.config.heads, self.config.rope_base)
         mask = self.mask(x, pos, cond)
         x = self.dropout(x)
@@ -94,6 +106,12 @@ class Trunk(Backbone):
                     x = x + control[j]  # type: ignore[index]
             x = block(x, rotation, mask, pos, cache, i)
         return self.norm(x)
+
+    def _raster(self, slots: Tensor, order: Tensor) -> Tensor:
+        """Slots [B or 1, W] of tokens that stand in `order` [B, N] -> the slots [B, W] of their places."""
+        prefix, slots = self.layout.prefix, slots.expand(len(order), -1)
+        places = prefix + order.gather(1, (slots - prefix).clamp(min=0))
+        return torch.where(slots < prefix, slots, places)
 
     def mask(self, x: Tensor, pos: Tensor | None, cond: Prefix) -> Tensor | None:
         """[B or 1, 1, W, S] bool, or None where plain causal attention over the window says the same."""

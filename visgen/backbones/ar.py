@@ -1,19 +1,24 @@
 """LlamaGen's autoregressive transformer (Sun et al. 2024, arXiv 2406.06525, section 3.2).
 
 Pre-norm blocks x + Attn(rms(x)), x + SwiGLU(rms(x)); 2-D rotary positions whose prefix rows are zero; raster order.
+
+Vectors may stand in any order (causal MAR, Li et al. 2024, arXiv 2406.11838, section 3.4): a token is rotated by its
+own place, and the slot before it is told that place by an embedding, added to its input and to what it predicts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from visgen.backbones._trunk import Trunk
-from visgen.checks import Depth, Positive, Rate, Scale
+from visgen.checks import Depth, Positive, Rate, Scale, UserError
 from visgen.conditions import Prefix
+from visgen.layout import Layout
+from visgen.nn.cache import KVCache
 
 if TYPE_CHECKING:
     from visgen.backbones._ar_fused import FusedAR
@@ -33,6 +38,7 @@ class Config:
         residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
         continuous: tokens are vectors, which a linear map embeds; the model's head is then `diffusion`.
+        order: of vectors, in which they are trained and drawn: raster, or random, one for each image.
         rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
             its true one: ControlAR's weights of many resolutions have 48.
     """
@@ -50,6 +56,7 @@ class Config:
     drop_path: Rate = 0.0
     rope_columns: Positive | None = None
     continuous: bool = False
+    order: Literal["raster", "random"] = "raster"
 
 
 class ARTransformer(Trunk):
@@ -59,6 +66,12 @@ class ARTransformer(Trunk):
         self.continuous = self.config.continuous
         if self.continuous:
             self.sampler = "causal"
+        self.ordered = self.config.order == "random"
+        if self.ordered and not self.continuous:
+            raise UserError("backbone order random is for vectors; set continuous, or leave it out")
+        if self.ordered:
+            self.targets = nn.Embedding(self.layout.tokens, self.width)
+            self.head_positions = nn.Embedding(self.layout.tokens, self.width)
         self.tok_embeddings = (nn.Linear if self.continuous else nn.Embedding)(vocab, self.width)
 
     def embed(self, tokens: Tensor, pos: Tensor | None, cond: Prefix, level: Tensor | None = None) -> Tensor:
@@ -69,6 +82,42 @@ class ARTransformer(Trunk):
             return torch.cat([vectors, embedded], dim=1)
         index = pos.clamp(max=self.layout.prefix - 1).unsqueeze(-1).expand(-1, -1, self.width)
         return torch.where((pos < self.layout.prefix).unsqueeze(-1), vectors.gather(1, index), embedded)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        pos: Tensor | None,
+        *,
+        cond: Prefix,
+        level: Tensor | None = None,
+        control: Tensor | None = None,
+        cache: KVCache | None = None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """As in the contract.
+
+        Args:
+            order: [B, N] the place, in raster order, of the token that stands n-th; None: n.
+        """
+        x = self.embed(tokens, pos, cond, level)  # [B, W, D]
+        if not self.ordered:
+            return self.run(x, pos, cond, control, cache)
+        if order is None:
+            order = torch.arange(self.layout.tokens, device=x.device).expand(len(x), -1)
+        h = self.run(x + self._told(self.targets, pos, order, x.shape[1]), pos, cond, control, cache, order)
+        return h + self._told(self.head_positions, pos, order, x.shape[1])
+
+    def _told(self, table: nn.Embedding, pos: Tensor | None, order: Tensor, width: int) -> Tensor:
+        """Of every slot of the window, the embedding [B, W, D] of the place whose token it predicts, or zero."""
+        slots = torch.arange(width, device=order.device).unsqueeze(0) if pos is None else pos
+        index = (slots + 1 - self.layout.prefix).expand(len(order), -1)
+        predicts = (index >= 0) & (index < self.layout.tokens)
+        return table(order.gather(1, index.clamp(0, self.layout.tokens - 1))) * predicts.unsqueeze(-1)
+
+    def at(self, layout: Layout) -> Self:
+        if self.ordered:
+            raise UserError("a model of random order has embeddings of its own places alone; leave size out")
+        return super().at(layout)
 
     def fused(self) -> FusedAR | None:
         if self.continuous:

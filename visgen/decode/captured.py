@@ -1,14 +1,16 @@
 """The decode engine on CUDA: one iteration of the sampler, captured once and replayed.
 
 Forward, guidance, filters, the draw and the sampler's own bookkeeping are one CUDA graph over static buffers: a replay
-reads nothing back, allocates nothing and launches with one call, so the device never waits for Python. A new batch of
-the same shape is copied into the buffers of the last. The slow twin is `Engine`, which runs the same code eagerly.
+reads nothing back, allocates nothing and launches with one call, so the device never waits for Python. Where iterations
+differ in shape (`Sampler.stages`) there is a graph for each. A new batch of the same shape is copied into the buffers
+of the last. The slow twin is `Engine`, which runs the same code eagerly.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class CapturedEngine(Engine):
         weights = self.guidance.weights(index, self.tokens)[:, 0]
         steady = bool((weights == weights[:, :1]).all())  # read once, before any decode
         self._weights = weights[:, :1] if steady else weights  # [K, 1 or N]
-        self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Noise]] = {}
+        self._captured: dict[Any, tuple[dict[Hashable, Any], Any, Noise]] = {}
 
     @torch.inference_mode()
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:
@@ -91,32 +93,63 @@ class CapturedEngine(Engine):
     def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
         """As in `Engine`; the state lies in the buffers of the last decode by this sampler."""
         fresh = sampler.init(self, noise)
-        key = (type(sampler), repr(getattr(sampler, "config", None)), _shapes(fresh))
+        stages = sampler.stages(fresh)
+        key = (type(sampler), repr(getattr(sampler, "config", None)), _shapes(fresh), tuple(stages))
         if key not in self._captured:
             held = Noise(noise.seeds.clone())
-            graph = self._record(sampler, fresh, held, warm=sampler.init(self, noise))
-            self._captured[key] = graph, fresh, held
-            return fresh, graph.replay, held
-        graph, state, held = self._captured[key]
+            graphs = self._graphs(sampler, fresh, held, stages, lambda: sampler.init(self, noise))
+            self._captured[key] = graphs, fresh, held
+            return fresh, _replays(graphs, stages), held
+        graphs, state, held = self._captured[key]
         held.seeds.copy_(noise.seeds)
         _restore(state, fresh)
-        return state, graph.replay, held
+        return state, _replays(graphs, stages), held
 
     def stepper(self, sampler: SamplerLike, state: Any, noise: Noise) -> Callable[[], None]:
-        return self._record(sampler, state, noise, warm=state).replay
+        stages = sampler.stages(state)
+        return _replays(self._graphs(sampler, state, noise, stages, lambda: state), stages)
 
-    def _record(self, sampler: SamplerLike, state: Any, noise: Noise, warm: Any) -> torch.cuda.CUDAGraph:
+    def _graphs(
+        self, sampler: SamplerLike, state: Any, noise: Noise, stages: list[Hashable], warm: Callable[[], Any]
+    ) -> dict[Hashable, Any]:
+        """A graph of one iteration on `state` for every stage, recorded at its first turn."""
+        graphs: dict[Hashable, Any] = {}
+        for turn, stage in enumerate(stages or [None]):
+            if stage not in graphs:
+                graphs[stage] = self._record(sampler, state, noise, warm(), turn)
+        if stages:
+            state.turn = 0
+        return graphs
+
+    def _record(self, sampler: SamplerLike, state: Any, noise: Noise, warm: Any, turn: int) -> Any:
         """The graph of one iteration on `state`. `warm` is iterated once before, which compiles the kernels; the cache
         slots that it writes are written again."""
+        _at_turn(warm, turn)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             sampler.iterate(warm, self.forward, noise)
         torch.cuda.current_stream(self.device).wait_stream(side)
+        _at_turn(state, turn)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
         return graph
+
+
+def _at_turn(state: Any, turn: int) -> None:
+    """A state of a sampler of several stages is at the iteration `turn`, as far as the host knows."""
+    if hasattr(state, "turn"):
+        state.turn = turn
+
+
+def _replays(graphs: dict[Hashable, Any], stages: list[Hashable]) -> Callable[[], None]:
+    """What replays the graph of the next iteration."""
+    if not stages:
+        replay: Callable[[], None] = graphs[None].replay
+        return replay
+    following = itertools.cycle(stages)
+    return lambda: graphs[next(following)].replay()
 
 
 def _by_kernels(law: Any) -> Any:

@@ -59,6 +59,8 @@ class SamplerLike(Protocol):
 
     def done(self, state: Any) -> Tensor | None: ...
 
+    def stages(self, state: Any) -> list[Hashable]: ...
+
     def notes(self, state: Any) -> dict[str, Any]: ...
 
 
@@ -73,6 +75,7 @@ class Engine:
 
     Attributes:
         given, known: the arguments of the last `begin`.
+        order: [B, N] of `arrange`; None where tokens stand in raster order.
         continuous: whether tokens are vectors.
         student: whether every slot predicts its own token (`whole`).
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
@@ -81,6 +84,7 @@ class Engine:
     fused = False
     continuous = False
     student = False
+    order: Tensor | None = None
 
     def __init__(
         self,
@@ -157,7 +161,8 @@ class Engine:
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         """The guided, filtered law of the tokens at `index` [B, W], given the one before each in tokens [B, N(, C)].
 
-        Before index 0 stands the condition's last slot; earlier tokens were given to earlier calls.
+        Both stand in the order of `arrange`, if that was called. Before index 0 stands the condition's last slot;
+        earlier tokens were given to earlier calls.
         """
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
@@ -172,6 +177,7 @@ class Engine:
             cond=self._cond,
             control=self._control,
             cache=self._cache,
+            **({} if self.order is None else {"order": self.order.repeat(k, 1)}),
         )  # [K B, W, D]
         dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         if self.continuous:
@@ -180,6 +186,14 @@ class Engine:
         if self.known is not None:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return dist
+
+    def arrange(self, order: Tensor) -> None:
+        """Draws the batch's tokens in an order of each image's own: [B, N] the place of the n-th. `run` gives them back
+        in raster order."""
+        if self.order is None or self.order.shape != order.shape:
+            self.order = order.clone()
+        else:  # a captured decode reads this buffer
+            self.order.copy_(order)
 
     def whole(self, values: Tensor, level: Tensor) -> tuple[Any, Tensor]:
         """One pass of a student over all slots, each of which predicts its own token: the law, and h [B, N, D].
@@ -215,10 +229,11 @@ class Engine:
         weights = self.guidance.weights(index.clamp(max=self.tokens - 1), self.tokens)
         return self.model.head.dist(h.unflatten(0, (k, -1)), weights)
 
-    def check_sampler(self, kind: str) -> None:
-        """Refuses a sampler of vectors that is not the backbone's."""
+    def check_sampler(self, kind: str, decodes: str | None = None) -> None:
+        """Refuses a sampler of vectors that does not decode this backbone: is not its own, nor, by `decodes`, another
+        way of doing what its own does."""
         fitting = self.model.backbone.sampler
-        if kind != fitting:
+        if fitting not in (kind, decodes):
             raise UserError(f"sampler {kind} is not for this model's backbone; use --sampler.kind {fitting}")
 
     @torch.inference_mode()
@@ -252,7 +267,14 @@ class Engine:
             rounds = torch.arange(1, self.tokens + 1, device=self.device).expand(self.batch, -1)
         # copies, for the next decode may lie in the same buffers
         nfe = max(launched, int(rounds.max()))  # an iteration may be several evaluations
-        return Generation(state.tokens.clone(), nfe, seconds, rounds.clone(), sampler.notes(state))
+        return Generation(self._raster(state.tokens), nfe, seconds, self._raster(rounds), sampler.notes(state))
+
+    def _raster(self, x: Tensor) -> Tensor:
+        """A copy of [B, N, ...] in raster order."""
+        if self.order is None:
+            return x.clone()
+        place = self.order.argsort(1)
+        return x.gather(1, place.unsqueeze(-1).expand_as(x) if x.ndim == 3 else place)
 
     def prepared(self, sampler: SamplerLike, noise: Noise) -> tuple[Any, Callable[[], None], Noise]:
         """The state before the first iteration, what runs one, and the noise that it reads."""

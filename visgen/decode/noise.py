@@ -67,6 +67,11 @@ class Noise:
         lane = torch.arange(1, lanes + 1, device=index.device)
         return mix(key.unsqueeze(-1) + lane * _GOLDEN)
 
+    def order(self, tokens: int) -> Tensor:
+        """A random order of the places of each image: [B, tokens], the place that is n-th."""
+        index = torch.arange(tokens, device=self.seeds.device).unsqueeze(0)
+        return self.bits(index, 1, Stream.ORDER).squeeze(-1).argsort(dim=1, stable=True)
+
     def uniform(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """float32 [B, W, lanes] in (0, 1): a multiple of 2^-40 plus a half, so small values keep their precision."""
         bits = _shift(self.bits(index, lanes, stream, iteration), 24)

@@ -181,8 +181,13 @@ class Denoised:
     def __init__(self, head: DiffusionHead, given: Tensor, weights: Tensor) -> None:
         self.head, self.given, self.weights = head, given, weights
 
+    def at(self, which: slice) -> Denoised:
+        """The law of some of the tokens."""
+        return Denoised(self.head, self.given[:, :, which], self.weights[:, :, which])
+
     def predict(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """The guided prediction [B, W, C] for x [B, W, C] at one time, given as `about` [width] of it, and the place of
-        the log variance, which is the conditional branch's; float32."""
+        the log variance, which is the conditional branch's; float32. The law of one token may be asked at L states x
+        [B, L, C], each of a time of its own [B, L, width]."""
         found, share = self.head.predict(x.expand(len(self.given), *x.shape), time, self.given)
         return (found * self.weights).sum(0), None if share is None else share[-1]

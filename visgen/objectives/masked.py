@@ -22,7 +22,7 @@ from visgen.checks import Positive, Scale, Share
 from visgen.config import UserError, plugin, plugin_config
 from visgen.data import Batch, Data
 from visgen.decode.guidance import Guidance
-from visgen.decode.noise import Noise, Stream
+from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
 from visgen.objectives import Logs, Objective
@@ -117,8 +117,7 @@ class Masked(Objective):
         """The loss at the middle share, with sets, times and noise that are the same at every evaluation."""
         tokens = tokens_of(batch, self.frozen).float()
         fixed = Noise(torch.arange(len(tokens), device=tokens.device))
-        at = torch.arange(model.tokens, device=tokens.device).unsqueeze(0)
-        order = fixed.bits(at, 1, Stream.ORDER).squeeze(-1).argsort(1)
+        order = fixed.order(model.tokens)
         count = math.ceil(self.share(0.5) * model.tokens)
         h, target = hidden_states(model, tokens, batch, None, order, count)
         return {"loss": model.head.loss(h, target).mean()}

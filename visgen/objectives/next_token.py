@@ -1,6 +1,7 @@
 """Next-token prediction: teacher-forced cross-entropy in raster order (LlamaGen section 2.3).
 
-Of vectors (`model.channels`) it is the loss of the head at every token (causal MAR, arXiv 2406.11838, section 3.4).
+Of vectors (`model.channels`) it is the loss of the head at every token (causal MAR, arXiv 2406.11838, section 3.4), in
+raster order or in one that is drawn for every sample (`model.backbone.order`).
 """
 
 from __future__ import annotations
@@ -174,11 +175,18 @@ class NextToken(Objective):
             rate = 0.0 if self.config.model.control is None else self.config.model.control.dropout
             alone = drops(rate, len(tokens), rng, tokens.device)
         draws = self.exported().head.draws(tokens.shape, rng, tokens.device) if tokens.is_floating_point() else None
-        return nets[name](tokens, batch, drop, drop_control=alone, grid=grid, draws=draws)
+        order = None
+        if self.exported().backbone.ordered:
+            order = torch.rand(tokens.shape[:2], generator=rng, device=tokens.device).argsort(1)
+        return nets[name](tokens, batch, drop, drop_control=alone, grid=grid, draws=draws, order=order)
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:
         batch = batch if self.maps is None else self.maps.batch(batch)
-        return {self.held_out_values[0]: model.loss(self.tokens(batch), batch, None).mean()}  # type: ignore[operator]
+        tokens, order = self.tokens(batch), None
+        if self.exported().backbone.ordered:  # orders that are the same at every evaluation
+            fixed = Noise(torch.arange(len(tokens), device=tokens.device))
+            order = fixed.order(tokens.shape[1])
+        return {self.held_out_values[0]: model.loss(tokens, batch, None, order=order).mean()}  # type: ignore[operator]
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer, settings = self.frozen.get("tokenizer"), self.config.preview
@@ -217,12 +225,13 @@ class NextTokenNet(nn.Module):
         drop_control: Tensor | None = None,
         grid: Grid | None = None,
         draws: Any = None,
+        order: Tensor | None = None,
     ) -> tuple[Tensor, Logs]:
         model = self.model
         if grid is not None and grid != model.grid:
             if grid not in self._at:
                 self._at[grid] = model.at(grid)
             model = self._at[grid]
-        per_token = model.loss(tokens, batch, drop, drop_control, draws)  # [B, N]
+        per_token = model.loss(tokens, batch, drop, drop_control, draws, order)  # [B, N]
         loss = per_token.mean()
         return loss, {"loss" if model.continuous else "nats_per_token": loss.detach()}

@@ -7,7 +7,7 @@ engine may capture it; `forward(tokens, index)` is the engine's law of the token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +50,12 @@ class Sampler(ABC):
     def done(self, state: Any) -> Tensor | None:
         """[B] bool on the device, whether each row is complete; None if that takes all `iterations`."""
         return None
+
+    def stages(self, state: Any) -> list[Hashable]:
+        """Which sequence of operations every iteration of a decode from this state is: those of one stage have equal
+        shapes, so one captured graph serves them. Empty: all are of one. A sampler that says more chooses in `iterate`
+        by the state's `turn`, the number of the iteration as far as the host knows, and by nothing else of the host."""
+        return []
 
     def notes(self, state: Any) -> dict[str, Any]:
         """What a record of this decode should say: choices made automatically, counts. Called once it is over."""

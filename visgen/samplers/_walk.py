@@ -40,16 +40,32 @@ def tables(walks: Sequence[Walk], head: Any, device: torch.device) -> tuple[Tens
     return table, bounds, head.about(table[:, 0]), [first[w.steps] for w in walks]
 
 
+def arranged(engine: Any, noise: Noise) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The order [B, N] in which a causal model draws the tokens of a batch, None for raster order; and in it the known
+    tokens [B, N, C] and which they are [B, N], if any. In a random order known ones come first, so that all others see
+    them."""
+    known, keep = (None, None) if engine.known is None else (engine.known[0].float().clone(), engine.known[1].clone())
+    if not engine.model.backbone.ordered:
+        return None, known, keep
+    order = noise.order(engine.tokens)
+    if known is not None and keep is not None:
+        order = order.gather(1, (~keep.gather(1, order)).int().argsort(dim=1, stable=True))
+        known, keep = taken(known, order), keep.gather(1, order)
+    engine.arrange(order)
+    return order, known, keep
+
+
 def denoised(
-    law: Any, at: Tensor, noise: Noise, channels: int, state: Any, start: int, noisy: Sequence[bool], temperature: float
+    law: Any, at: Tensor, noise: Noise, channels: int, state: Any, start: int, noisy: Sequence[bool], rule: Any
 ) -> Tensor:
     """Tokens [B, W, C] of the places at [B, W]; the noise of a step is keyed by place and step alone.
 
     Args:
         state: has `table`, `bounds` and `about` (`tables`), of which the walk begins at row `start`.
         noisy: of every step, whether it draws.
+        rule: a sampler's config: its `temperature` and, where there is one, its `variance`.
     """
-    draws = _draws(noise, at, channels, 1 + sum(noisy))
+    draws, fixed = draws_of(noise, at, channels, 1 + sum(noisy)), getattr(rule, "variance", None)
     x = draws[0]
     before, kept = torch.zeros_like(x), torch.zeros_like(x)
     for j, draw in enumerate(noisy):
@@ -59,10 +75,29 @@ def denoised(
         new = a * x + b * now + c * before + k * kept
         if draw:
             low, high = state.bounds[start + j].unbind()
-            spread = (log_variance(share, low, high, law.head.config.variance) / 2).exp()
-            new = new + temperature * spread * draws[1 + j]
+            if fixed is None:
+                log = log_variance(share, low, high, law.head.config.variance)
+            else:
+                log = fixed_log(low, high, fixed)
+            new = new + rule.temperature * (log / 2).exp() * draws[1 + j]
         before, kept, x = now, torch.where(keep > 0, x, kept), new
     return x
+
+
+def fixed_log(low: Tensor, high: Tensor, place: float) -> Tensor:
+    """A log variance that no model has a say in: `place` 0 is the posterior's, 1 is beta."""
+    return place * high + (1 - place) * low
+
+
+def step_mean(law: Any, x: Tensor, row: Tensor, about: Tensor) -> Tensor:
+    """Mean of an ancestral step from x [B, W, C], by the predicted x0: c1 x0 + c2 x.
+
+    Args:
+        row: [10] the fields of `Row`.
+        about: the head's embedding of its time, [width].
+    """
+    _, _, _, p, q, a, b, *_ = row.unbind()
+    return a * x + b * (p * x + q * law.predict(x, about)[0])
 
 
 def taken(x: Tensor, places: Tensor) -> Tensor:
@@ -70,7 +105,7 @@ def taken(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def _draws(noise: Noise, at: Tensor, channels: int, count: int) -> Tensor:
+def draws_of(noise: Noise, at: Tensor, channels: int, count: int) -> Tensor:
     """`count` draws [count, B, W, C] for places [B, W], all at once."""
     index = at.unsqueeze(1).expand(-1, count, -1)
     which = torch.arange(count, device=at.device).view(1, -1, 1).expand_as(index)

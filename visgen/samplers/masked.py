@@ -2,15 +2,16 @@
 
 Iteration k of K evaluates the backbone once and draws as many tokens as leave floor(N cos(pi (k + 1) / 2K)) to be drawn
 (MaskGIT, Chang et al. 2022, arXiv 2202.04200, section 3.2), at least one. The head's whole denoising loop is part of
-it: its tables and embeddings of time lie on the device, shapes are those of the largest set, and nothing is read back,
-so one graph serves all iterations. With one token an iteration it is autoregression in random order; larger sets draw
-their tokens independently of each other, which is approximate. Known tokens are seen from the first iteration on.
+it: its tables and embeddings of time lie on the device, shapes are those of the largest set, and nothing is read back.
+The encoder reads known tokens alone, in one of a few sizes, so one graph serves all iterations of a size. With one
+token an iteration it is autoregression in random order; larger sets draw their tokens independently of each other,
+which is approximate. Known tokens are seen from the first iteration on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from visgen.checks import Positive, Range, Scale
 from visgen.config import UserError
 from visgen.decode.engine import Engine
-from visgen.decode.noise import Noise, Stream
+from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._walk import denoised, tables, taken, walks_of
@@ -41,6 +42,8 @@ class Config:
         last: of a model of noise, the time at which denoising begins; None: 989. As published it is 999,
             whose step multiplies the errors of the head by 316.
         temperature: factor of the noise that ancestral steps add.
+        buckets: sizes of what the encoder reads, evenly up to all tokens; known tokens are padded to the next of them.
+            1: all tokens always, hidden ones masked out. A captured engine makes a graph for each.
     """
 
     iterations: Positive = 64
@@ -50,6 +53,7 @@ class Config:
     shift: Scale = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
     temperature: Scale = 1.0
+    buckets: Annotated[int, Range(1, 64)] = 4
 
 
 @dataclass
@@ -57,6 +61,8 @@ class State:
     tokens: Tensor  # [B, N, C] raster order; known ones are there from the start
     rounds: Tensor  # [B, N]
     order: Tensor  # [B, N] the place that is drawn as the n-th
+    seen: Tensor  # [B, N] places, those that are known sooner first
+    rank: Tensor  # [B, N] the n at which each of them is drawn
     step: Tensor  # [1] iteration
     done: Tensor  # [K] tokens drawn before each iteration
     count: Tensor  # [K] tokens that it draws
@@ -67,6 +73,7 @@ class State:
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
     width: int  # of the largest set
+    sizes: list[int]  # places that the encoder reads in every iteration
     walks: list[tuple[int, tuple[bool, ...]]]  # of every iteration: first row of its table, whether steps draw
     turn: int  # iteration, as far as the host's walk is concerned
     hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,15 +96,21 @@ class Masked(Sampler):
         guided = [min(d + c, n - 1) for d, c in zip(done, counts, strict=True)]  # the last one too, as published
         table, bounds, about, first = tables(walks, head, device)
         index = torch.arange(n, device=device).unsqueeze(0)
+        order = noise.order(n)
+        seen, rank, most = order, index.expand(b, -1), 0
         tokens = torch.zeros(b, n, engine.model.config.channels, device=device)
         known, keep = None, None
         if engine.known is not None:
             known, keep = engine.known[0].float().clone(), engine.known[1].clone()
             tokens = torch.where(keep.unsqueeze(-1), known, tokens)
+            rank = (~keep.gather(1, order)).int().argsort(dim=1, stable=True)
+            seen, most = order.gather(1, rank), int(keep.sum(1).max())  # read once, before any iteration
         return State(
             tokens=tokens,
             rounds=torch.zeros(b, n, dtype=torch.int64, device=device),
-            order=noise.bits(index, 1, Stream.ORDER).squeeze(-1).argsort(dim=1, stable=True),
+            order=order,
+            seen=seen.clone(),
+            rank=rank.contiguous(),
             step=torch.zeros(1, dtype=torch.int64, device=device),
             done=torch.tensor(done, device=device),
             count=torch.tensor(counts, device=device),
@@ -108,6 +121,7 @@ class Masked(Sampler):
             known=known,
             keep=keep,
             width=max(counts),
+            sizes=[bucket(min(d + most, n), n, self.config.buckets) for d in done],
             walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
             hidden=lambda values, at, level: _hidden(engine, values, at, level),
@@ -118,15 +132,17 @@ class Masked(Sampler):
         n, width = state.order.shape[1], state.width
         done, count, guided = (x.index_select(0, state.step) for x in (state.done, state.count, state.guided))  # [1]
         rank = torch.arange(n, device=done.device).unsqueeze(0)
-        shown = rank < done  # [1, N], in the order of drawing
+        size = state.sizes[state.turn % len(state.sizes)]
+        seen = state.seen[:, :size]
+        shown = state.rank[:, :size] < done  # [B, E]
         if state.keep is not None:
-            shown = shown | state.keep.gather(1, state.order)
-        h = state.hidden(taken(state.tokens, state.order), state.order, (~shown).float() - 1)  # [K, B, N, D]
+            shown = shown | state.keep.gather(1, seen)
+        h = state.hidden(taken(state.tokens, seen), seen, (~shown).float() - 1)  # [K, B, N, D]
         at = state.order.index_select(1, ((done + rank[0, :width]) % n))  # [B, W] wraps round where the set is smaller
         h = h.gather(2, at[None, :, :, None].expand(len(h), -1, -1, h.shape[-1]))
         start, noisy = state.walks[state.turn % len(state.walks)]
         law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
-        drawn = denoised(law, at, noise, channels, state, start, noisy, self.config.temperature)
+        drawn = denoised(law, at, noise, channels, state, start, noisy, self.config)
         if state.known is not None and state.keep is not None:
             drawn = torch.where(state.keep.gather(1, at).unsqueeze(-1), taken(state.known, at), drawn)
         drawn = torch.where((rank[0, :width] < count).unsqueeze(-1), drawn, taken(state.tokens, at))
@@ -138,6 +154,9 @@ class Masked(Sampler):
 
     def iterations(self, engine: Engine) -> int:
         return min(self.config.iterations, engine.tokens)
+
+    def stages(self, state: State) -> list[Hashable]:
+        return [(size, start) for size, (start, _) in zip(state.sizes, state.walks, strict=True)]
 
     def notes(self, state: State) -> dict[str, Any]:
         return {"head_steps": sum(len(noisy) for _, noisy in state.walks)}
@@ -171,8 +190,13 @@ def reveals(tokens: int, iterations: int) -> list[int]:
     return made
 
 
+def bucket(known: int, tokens: int, buckets: int) -> int:
+    """The least of the `buckets` even shares of `tokens` that `known` of them fit in."""
+    return next(size for size in (-(-tokens * i // buckets) for i in range(1, buckets + 1)) if size >= known)
+
+
 def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor) -> Tensor:
-    """h [K, B, N, D] of all places under K branches, of values [B, N, C] at places [B, N] and their level."""
+    """h [K, B, N, D] of all places under K branches, of values [B, E, C] at places [B, E] and their level."""
     k, model = engine.guidance.branches, engine.model
     rows = (x.expand(len(values), *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level))
     tokens, pos, level = rows

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from visgen.checks import Positive, Share
-from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
 from visgen.decode.verify import advance, verify
 from visgen.samplers import Forward, Sampler
+from visgen.samplers._draft import load_draft
 
 PRIOR = (0.7, 4.0)  # a row's overlap before it is known, and how many tested tokens that counts as
 
@@ -62,7 +62,7 @@ class Speculative(Sampler):
         self.config = config
 
     def init(self, engine: Engine, noise: Noise) -> State:
-        drafter = engine.once(("draft", self.config.draft), lambda: _load(self.config.draft, engine))
+        drafter = engine.once(("draft", self.config.draft), lambda: load_draft(self.config.draft, engine))
         drafter.begin(engine.given, engine.known)
         tokens = torch.zeros(engine.batch, engine.tokens, dtype=torch.int64, device=engine.device)
         position = tokens.new_zeros(engine.batch, 1)
@@ -147,45 +147,3 @@ class Speculative(Sampler):
     def notes(self, state: State) -> dict[str, Any]:
         drafts = state.drafts.float().mean() / state.rounds.amax(1).float().mean()
         return {"drafts_per_evaluation": round(drafts.item(), 2)}  # read when the decode is over
-
-
-def _load(path: Path | None, engine: Engine) -> Engine:
-    """An engine of the draft model, for the same tokens, guidance and filters.
-
-    Raises:
-        UserError: no such model, or one of other tokens, another condition or without a null class.
-    """
-    from visgen.checkpoint import WEIGHTS, find_step, load_model, read_metadata
-
-    if path is None or str(path) == ".":  # "." is what an empty flag becomes
-        raise UserError("sampler.draft is needed: the run directory of a smaller model of the same tokenizer")
-    try:
-        step = find_step(path)
-    except UserError as error:
-        raise UserError(f"sampler.draft: {error}") from None
-    model, its = load_model(step), (read_metadata(step / WEIGHTS).get("tokenizer") or "")[:12] or None
-    wanted: dict[str, Any] = {"grid": tuple(engine.grid), "vocab": engine.vocab, "tokenizer": engine.tokenizer}
-    given: dict[str, Any] = {"grid": tuple(model.grid), "vocab": model.config.vocab, "tokenizer": its}
-    for name, value in given.items():
-        if value != wanted[name] and None not in (value, wanted[name]):  # older files name no tokenizer
-            raise UserError(
-                f"sampler.draft {path}: its {name} is {value}, the model's is {wanted[name]}; "
-                "pass a draft model that was trained on the same tokenizer"
-            )
-    mine, target = model.config.condition, engine.model.config.condition
-    if _told(mine) != _told(target):
-        raise UserError(
-            f"sampler.draft {path}: its condition is {_told(mine)}, the model's is {_told(target)}; "
-            "pass a draft model that is told the same"
-        )
-    if engine.guidance.branches > 1 and mine.dropout == 0:
-        raise UserError(f"sampler.draft {path} was trained without a null class; set guidance.scale to 1")
-    model = model.to(engine.device, engine.dtype).eval().requires_grad_(False)
-    return type(engine)(model, engine.guidance, engine.warp)  # a captured one keeps its batches in the same buffers
-
-
-def _told(condition: Any) -> str:
-    """A condition's settings, those of training alone left out."""
-    settings = {name: value for name, value in vars(condition).items() if name not in ("dropout", "views")}
-    kind = type(condition).__module__.rpartition(".")[2]
-    return f"{kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
