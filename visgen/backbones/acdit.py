@@ -113,12 +113,13 @@ class ACDiT(Backbone):
         cache: KVCache | None = None,
     ) -> Tensor:
         assert level is not None, "a noised token has a time"
-        clean = self.layout.tokens - self.layout.block if pos is None else 0
         if pos is None:
+            clean = self.layout.tokens - self.layout.block
             attend: Attend = self.streams
             pos = torch.cat([torch.arange(n, device=tokens.device) for n in (clean, self.layout.tokens)]).unsqueeze(0)
         else:
             assert isinstance(cache, BlockCache) and level.shape == (1,)
+            clean = tokens.shape[1] - cond.vectors.shape[1] * self.layout.block  # 0 with a cache that keeps blocks
             attend, level = cache.window(pos), level.unsqueeze(0)
         table = self.rotation(pos)
         x = self.embed(tokens.to(self.embed.weight.dtype)).unflatten(1, (-1, self.layout.block))  # [B, blocks, W, D]
