@@ -45,7 +45,8 @@ class Config:
         rope: how positions turn queries and keys.
         rope_base: base of the frequencies of every axis; None: the authors', from its length.
         norm_eps: epsilon of the RMS norms.
-        attention: how the training pass computes it; auto is FlexAttention on a GPU, a dense mask elsewhere.
+        attention: how it is computed, in training and, for blocks of whole tiles of 128 tokens, in decoding; auto is
+            FlexAttention on a GPU, a dense mask elsewhere.
     """
 
     block: tuple[Positive, Positive, Positive] = (1, 16, 16)
@@ -155,9 +156,8 @@ class ACDiT(Backbone):
     ) -> BlockCache:
         """A cache for `rows` images that denoises with blocks - 1 clean ones before it."""
         head_dim = self.width // self.config.heads
-        return BlockCache(
-            self.config.layers, rows, self.config.heads, head_dim, self.layout.block, blocks, branches, device, dtype
-        )
+        sizes = self.config.layers, rows, self.config.heads, head_dim, self.layout.block
+        return BlockCache(*sizes, blocks, branches, device, dtype, self.config.attention)
 
     def _init(self) -> None:
         """Xavier for every matrix, N(0, 0.02) for the embedding of time, zero for modulations (DiT, section 3.2)."""
