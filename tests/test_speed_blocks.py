@@ -212,12 +212,14 @@ def test_a_product_has_a_rate() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_flex_and_dense_steps_agree_on_a_gpu(tiny: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_and_dense_steps_agree_on_a_gpu(tiny: Path, compiled: bool) -> None:
     objective, device = load(TrainConfig, [str(tiny)]).objective, torch.device("cuda")
     flex, dense = (
-        speed_blocks.training(objective, way, 2, 1e12, device, torch.float32, repeats=1) for way in ("flex", "dense")
+        speed_blocks.training(objective, way, 2, 1e12, device, torch.float32, repeats=1, compiled=compiled)
+        for way in ("flex", "dense")
     )
-    assert flex.loss == pytest.approx(dense.loss, rel=1e-4)
+    assert flex.loss == pytest.approx(dense.loss, rel=1e-3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -34,22 +34,22 @@ class Streams:
         self.layout, self.kernel = layout, kernel
         self.device: torch.device | None = None
         self.mask: Any = None  # [S, S] bool, or FlexAttention's
+        self.flex: Any = None  # FlexAttention, where it is used
 
     def prepare(self, device: torch.device) -> None:
         """Makes the mask where it is not there already. A training step does so before the compiled forward."""
         if self.device != device:
-            self.device, self.mask = (
-                device,
-                self._blocks(device) if _flexes(self.kernel, device) else self._dense(device),
-            )
+            flexes = _flexes(self.kernel, device)
+            self.mask = self._blocks(device) if flexes else self._dense(device)
+            self.device, self.flex = device, _flex(device) if flexes else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
         if self.layout.block == self.layout.tokens:  # one block: there is no clean stream
             return F.scaled_dot_product_attention(q, k, v)
         self.prepare(q.device)
-        if not _flexes(self.kernel, q.device):
+        if self.flex is None:
             return F.scaled_dot_product_attention(q, k, v, self.mask)
-        return _flex(q.device)(q, k, v, block_mask=self.mask)
+        return self.flex(q, k, v, block_mask=self.mask)
 
     def _dense(self, device: torch.device) -> Tensor:
         layout = self.layout.doubled()
