@@ -153,8 +153,18 @@ def check_ring(size: int, kernel: Kernel = "auto", device: str = "cpu", dim: int
         attend(every, every, every, 0)  # committed: keys and values are the clean block itself
 
 
-@pytest.mark.parametrize(("size", "kernel"), [(2, "auto"), (2, "flex"), (128, "dense"), (128, "flex"), (256, "flex")])
-@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "kernel", "branches"),
+    [
+        (2, "auto", 1),
+        (2, "auto", 2),
+        (2, "flex", 3),
+        (128, "dense", 2),
+        (128, "flex", 1),
+        (128, "flex", 3),
+        (256, "flex", 2),
+    ],
+)
 def test_a_ring_of_blocks_holds_the_last_ones(size: int, kernel: Kernel, branches: int) -> None:
     check_ring(size, kernel, branches=branches)
 
