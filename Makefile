@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONTROL := assets/emoji64_canny
 export OMP_NUM_THREADS ?= 2
 
 .PHONY: help env demo test test-slow lint types clean
@@ -22,6 +23,10 @@ $(VENV)/.installed: pyproject.toml
 
 demo: env
 	$(BIN)/python sample.py configs/sample/demo.yaml --out out/demo
+ifneq ($(wildcard $(CONTROL)/config.yaml),)
+	$(BIN)/python sample.py configs/sample/demo_canny.yaml --checkpoint $(CONTROL) --out out/demo/canny
+	cp out/demo/canny/grid.png out/demo/canny.png
+endif
 
 lint: env
 	$(BIN)/ruff check .

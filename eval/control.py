@@ -1,6 +1,8 @@
 """How well what is drawn follows its control: Canny F1, SSIM of edges, depth RMSE or mIoU, with KID and FD beside them.
 
 python eval/control.py --checkpoint runs/emoji64_canny --data.kind emoji --guidance.scale 2 --out out/eval/emoji64_canny
+python eval/control.py --checkpoint runs/controlar_canny --data.kind captions --data.held-out-file val.jsonl \
+    --data.image-size 512 --guidance.scale 4 --warp.top-k 2000      # of texts: the pictures' captions
 """
 
 from __future__ import annotations
@@ -88,8 +90,7 @@ def main() -> None:
     asked = HintConfig(settings.kind, (Path(),), network=settings.network, weights=settings.network_weights)
     control = choose(asked, generator.model.controls, f"checkpoint {settings.checkpoint}")
     held_out = ev.build_pictures(settings.data, "held_out")
-    ev.check_match(held_out, generator.tokenizer, generator.class_count)
-    of = cs.collect(held_out, control, settings.n or 1000, device, batch)
+    of = cs.collect(held_out, control, settings.n or 1000, device, batch, cs.check_asked(generator, held_out))
     rows, seconds = images_of(generator, of, settings)
     ref = ev.reference(held_out, extractor, chosen=cs.bases(held_out)[: len(of.labels)])
     plan = SamplePlan(len(of.labels) * settings.repeats, len(of.labels), settings.plan_seed)

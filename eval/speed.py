@@ -121,8 +121,7 @@ def build(settings: SpeedConfig) -> tuple[Model, str]:
         )
     with torch.device(device):
         model = Model(objective.model)
-    for parameter in model.parameters():  # a head of zeros would draw from a law that no trained model has
-        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.02)
+    speed.randomize(model)
     return model.to(dtype).eval().requires_grad_(False), "random"
 
 

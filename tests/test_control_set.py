@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from visgen import control_set as cs
 from visgen.config import UserError, build, plugin_config, run_program
-from visgen.generate import EngineConfig, SamplingConfig
+from visgen.data import captions
+from visgen.generate import EngineConfig, Generator, SamplingConfig
 from visgen.metrics.protocol import Score
 
 CPU = torch.device("cpu")
@@ -157,6 +159,54 @@ def test_the_program(make_control_run: Callable[..., Path], tmp_path: Path, monk
     again = run(monkeypatch, checkpoint, tmp_path / "again", "--guidance.scale", "2", "--engine.batch", "16")
     found = json.loads((again / "generated" / "report.json").read_text())
     assert found["metrics"]["canny_f1"] == rows["generated"]["metrics"]["canny_f1"], "at any batch"
+
+
+def test_a_model_of_texts_is_asked_by_the_captions(
+    make_control_run: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [f"caption {i}" for i in range(8)]
+    for i in range(8):
+        Image.new("RGB", (16, 16), (30 * i, 255 - 20 * i, 90)).save(tmp_path / f"{i}.png")
+    lines = tmp_path / "captions.jsonl"
+    lines.write_text("\n".join(json.dumps({"image": f"{i}.png", "text": t}) for i, t in enumerate(words)))
+    given = {"encoder": "none", "clean": False, "tokens": 4, "channels": 3}
+    captions.write_index(tmp_path / "text", captions.Index(**given))  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    captions.write_shard(
+        tmp_path / "text", 0, words, [rng.normal(size=(1 + i % 4, 3)).astype(np.float16) for i in range(8)]
+    )
+    checkpoint = make_control_run(tmp_path / "run", condition={"kind": "text", **given})
+    asked: list[Any] = []
+    sample = Generator.sample
+
+    def watched(self: Generator, labels: Any, seeds: Any, *rest: Any, **more: Any) -> Any:
+        asked.append((labels, more["prompts"].text.clone()))
+        return sample(self, labels, seeds, *rest, **more)
+
+    monkeypatch.setattr(Generator, "sample", watched)
+    data = ["--data.file", str(lines), "--data.held-out-file", str(lines), "--data.features", str(tmp_path / "text")]
+    flags = "--data.image-size 16 --extractor fd_debug --groups 4 --engine.device cpu --engine.batch 5 --repeats 2"
+    argv = ["control", "--checkpoint", str(checkpoint), "--data.kind", "captions", *data, *flags.split()]
+    monkeypatch.setattr(sys, "argv", [*argv, "--out", str(tmp_path / "out")])
+    run_program(program("control").main)
+    report = json.loads((tmp_path / "out" / "generated" / "report.json").read_text())
+    assert {"canny_f1", "kid"} <= set(report["metrics"])
+    held_out = build(
+        plugin_config(
+            "visgen.data", "captions", file=lines, held_out_file=lines, image_size=16, features=tmp_path / "text"
+        ),
+        "held_out",
+    )
+    texts = torch.cat([text for _, text in asked])[:16]
+    assert all(labels is None for labels, _ in asked)
+    assert torch.equal(texts, held_out.get_many(range(8))["text"].float().repeat_interleave(2, 0))
+    monkeypatch.setattr(sys, "argv", ["control", "--checkpoint", str(checkpoint), *SMALL.split()])
+    with pytest.raises(SystemExit):
+        run_program(program("control").main)
+    assert "data.kind 'synthetic' gives no features of any" in capsys.readouterr().err
 
 
 def test_what_cannot_be_scored_is_refused(

@@ -53,7 +53,7 @@ def test_codes_are_no_pictures_but_say_what_they_were_made_from(tmp_path: Path) 
         return str(found.value)
 
     assert said().startswith(f"data.kind codes ({tmp_path}) gives tokens, pictures are needed: pass --data.kind")
-    assert "(one of emoji, fashion_mnist, folder, " in said() and "codes," not in said()
+    assert "(one of captions, emoji, fashion_mnist, folder, " in said() and "codes," not in said()
     (tmp_path / "held_out").mkdir()
     index = codes.make_index(DATA, tokenizer="", grid=[1, 4, 4], vocab=8, views="center", ranges=[], shard_images=9)
     codes.write_index(tmp_path / "held_out", index)

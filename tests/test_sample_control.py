@@ -308,6 +308,20 @@ def test_a_label_is_needed_and_a_model_without_control_has_none(
         generator.sample([1], control=torch.zeros(1, 3, SIDE, SIDE + 2))
 
 
+def test_what_lies_under_transparency_has_no_edges(controlled: Path, files: Path) -> None:
+    """A picture shows on white, whatever colours its transparent pixels hide."""
+    image = photo()
+    shown = np.asarray(image).astype(int).min(-1) < 250
+    hidden = np.random.default_rng(0).integers(0, 255, (33, 40, 3), np.uint8)
+    pixels = np.concatenate([np.where(shown[..., None], np.asarray(image), hidden), shown[..., None] * 255], -1)
+    Image.fromarray(pixels.astype(np.uint8), "RGBA").save(files / "cut.png")
+    image.save(files / "whole.png")
+    for name in ("cut", "whole"):
+        run(controlled, files / name, "--label", "1", "--num", "1", "--control.image", str(files / f"{name}.png"))
+    cut, whole = (np.asarray(Image.open(next((files / n).glob("control_*.png")))) for n in ("cut", "whole"))
+    assert np.array_equal(cut, whole) and cut.any()
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "I;16", "CMYK"])
 def test_pictures_of_any_mode_and_odd_size(controlled: Path, files: Path, mode: str) -> None:
     image = photo(41, 37)

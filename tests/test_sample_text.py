@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from sample_program import refused, run, settings_of
 
 import visgen
+from visgen import captions as program
 from visgen import prompts
 from visgen.config import UserError, load
 from visgen.convert import llamagen
@@ -25,6 +26,7 @@ from visgen.decode.warp import Warp
 from visgen.generate import Generator
 from visgen.pictures import stem
 from visgen.sample import SampleConfig, main
+from visgen.train.main import TrainConfig
 
 WORDS = ["A red bird", "sea", "the red bird on the sea a bird"]  # 4, 2 and all 6 slots, the last one cut
 
@@ -260,9 +262,16 @@ def test_the_documented_commands_are_understood() -> None:
         if command[0] == "sample.py":
             settings = load(SampleConfig, command[1:])
             assert settings.checkpoint and (settings.label or settings.prompt or settings.text.features)
+        elif command[:2] == ["-m", "visgen.captions"]:
+            written = load(program.Config, command[2:])
+            assert written.files == (Path("captions.jsonl"),)
+        elif command[0] == "train.py":
+            named = str(Path(__file__).parents[1] / "configs" / "control" / "t2i_canny.yaml")
+            data = load(TrainConfig, [named, *command[2:]]).data
+            assert (data.file, data.features) == (*written.files, written.out)
         else:
             assert command[:3] == ["-m", "visgen.convert", "llamagen"]
             source, out, *options = command[3:]
             found = load(llamagen.Config, ["--source", source, "--out", out, *options])
             assert llamagen.resolution(Path(source).name, found.resolution) in (256, 384) and found.tokenizer
-    assert len(commands) == 5
+    assert len(commands) == 7

@@ -1,10 +1,11 @@
 """Scoring what is drawn under a control: what `eval/control.py` is made of.
 
-For each held-out base picture (`small_set.bases`) the model draws R images of its class under its map. The map of every
-image is made by the same extractor and compared with the map that was asked for. The rows that make a number readable:
-the picture's own round trip through the tokenizer (`upper_bound`: no model of its tokens can do better), the generated
-images against the maps of *other* pictures (`shuffled`: what chance gives), and the model without its map
-(`uncontrolled`). Errors are over base pictures; KID compares the images of a picture with the other pictures.
+For each held-out base picture (`small_set.bases`) the model draws R images of its class, or caption, under its map. The
+map of every image is made by the same extractor and compared with the map that was asked for. The rows that make a
+number readable: the picture's own round trip through the tokenizer (`upper_bound`: no model of its tokens can do
+better), the generated images against the maps of *other* pictures (`shuffled`: what chance gives), and the model
+without its map (`uncontrolled`). Errors are over base pictures; KID compares the images of a picture with the other
+pictures.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.config import UserError
+from visgen.config import UserError, kind_of
 from visgen.controls import Control
 from visgen.data import Data
-from visgen.evaluate import labels_of, reconstruct
+from visgen.evaluate import check_match, labels_of, reconstruct
 from visgen.generate import Generator, SamplingConfig, stream
 from visgen.metrics.control import SMALLEST, Confusion, depth_rmse, edge_counts, f1, ms_ssim
 from visgen.metrics.images import to_uint8
@@ -29,6 +30,8 @@ from visgen.metrics.intervals import interval
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.recon import ssim
 from visgen.nn.control import Hint
+from visgen.objectives._tokens import check_text
+from visgen.prompts import Features
 from visgen.small_set import bases
 from visgen.tokenizers import Tokenizer
 
@@ -46,12 +49,14 @@ class ControlSet:
         labels: [M].
         maps: [M, 3, H, W] float in [-1, 1], made of `pixels`.
         control: the extractor, ready.
+        texts: of M rows, the features of the pictures' captions, where the model is asked by them.
     """
 
     pixels: Tensor
     labels: Tensor
     maps: Tensor
     control: Control
+    texts: Features | None = None
 
     @property
     def kind(self) -> str:
@@ -65,8 +70,10 @@ class ControlSet:
         return out
 
 
-def collect(data: Data, control: Control, n: int | None, device: torch.device, batch: int) -> ControlSet:
-    """The first n (default all) base pictures of `data`, and their maps.
+def collect(
+    data: Data, control: Control, n: int | None, device: torch.device, batch: int, with_texts: bool = False
+) -> ControlSet:
+    """The first n (default all) base pictures of `data`, and their maps; and the features of their captions if wanted.
 
     Raises:
         UserError: fewer than 4 of them, of which no error can be said.
@@ -74,9 +81,27 @@ def collect(data: Data, control: Control, n: int | None, device: torch.device, b
     chosen = bases(data)[:n]
     if len(chosen) < 4:
         raise UserError(f"{len(chosen)} base pictures are too few to score a control on; an error needs at least 4")
-    pixels = torch.cat([data.get_many(chosen[i : i + batch])["pixels"][:, 0] for i in range(0, len(chosen), batch)])
-    labels = labels_of(data)[chosen]
-    return ControlSet(pixels, labels, extracted(control, pixels, device, batch), control)
+    parts = [data.get_many(chosen[i : i + batch]) for i in range(0, len(chosen), batch)]
+    samples = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    pixels, labels = samples["pixels"][:, 0], labels_of(data)[chosen]
+    texts = None
+    if with_texts:
+        names = [f"picture {i}" for i in chosen]
+        texts = Features(samples["text"].float(), samples["text_mask"], names, [], {"data": kind_of(data.config)})
+    return ControlSet(pixels, labels, extracted(control, pixels, device, batch), control, texts)
+
+
+def check_asked(generator: Generator, data: Data) -> bool:
+    """Refuses data whose pictures cannot be asked for: of other classes, or without the features of a text. Whether it
+    is by texts that the model is asked.
+
+    Raises:
+        UserError: naming what does not fit.
+    """
+    reads_texts = kind_of(generator.model.config.condition) == "text"
+    check_text(generator.model, data)
+    check_match(data, generator.tokenizer, None if reads_texts else generator.class_count)
+    return reads_texts
 
 
 def extracted(control: Control, pixels: Tensor, device: torch.device, batch: int) -> Tensor:
@@ -98,18 +123,19 @@ def drawn(
     controlled: bool = True,
     on_step: Progress | None = None,
 ) -> Tensor:
-    """uint8 [M, R, 3, H, W]: R images of each picture's class, under its map unless told otherwise."""
+    """uint8 [M, R, 3, H, W]: R images of each picture's class or caption, under its map unless told otherwise."""
     m = len(of.labels)
     plan = SamplePlan(m * repeats, m, seed).rows()
     order = plan.label.argsort(stable=True)  # the R seeds of each picture together
     rows = plan.label[order].tolist()
-    pairs = zip(of.labels[plan.label[order]].tolist(), plan.seed[order].tolist(), strict=True)
+    asked = rows if of.texts is not None else of.labels[plan.label[order]].tolist()
+    pairs = zip(asked, plan.seed[order].tolist(), strict=True)
 
     def hints(part: range) -> Sequence[Hint]:
         return [Hint(of.maps[[rows[i] for i in part]][:, None], strength)]
 
     images = []
-    for made in stream(generator, pairs, settings, control=hints if controlled else None):
+    for made in stream(generator, pairs, settings, None, None, of.texts, hints if controlled else None):
         images.append(made.pixels)
         if on_step is not None:
             on_step(sum(map(len, images)), m * repeats)

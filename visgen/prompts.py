@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,50 +102,88 @@ def encode(
     Raises:
         UserError: a missing package, an encoder that is not there or not the model's, an empty prompt.
     """
-    config = config or TextConfig()
     check_prompts(prompts)
-    clean = condition.clean if config.clean is None else config.clean
-    check_packages(clean)
-    device = torch.device(device) if config.device == "auto" else device_of(config.device, "text.device")
-    precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
-    sentences = {p: clean_caption(p) if clean else p for p in prompts}  # each prompt once
-    for prompt, sentence in sentences.items():
-        if not sentence:
-            raise UserError(f"prompt '{prompt}' is empty once cleaned; say it in words, or pass --text.clean False")
-    name = config.encoder or condition.encoder
-    with _loading(name):
-        tokenizer = _tokenizer(name, condition.channels)
-    ids = {p: _ids(s, tokenizer, condition.tokens, name) for p, s in sentences.items()}
-    with _loading(name):
-        model = _model(name, device, DTYPES[precision])
-    found = {p: _features(row, model) for p, (row, _) in ids.items()}
+    encoder = TextEncoder(condition, config or TextConfig(), device)
+    once = list(dict.fromkeys(prompts))
+    ids = {p: encoder.ids(p) for p in once}
+    found = dict(zip(once, encoder.features([ids[p][0] for p in once]), strict=True))
     broken = [p for p, row in found.items() if not torch.isfinite(row).all()]
     if broken:
-        raise UserError(f"text encoder '{name}' gives values for '{broken[0]}' that are not finite in {precision}")
-    about = {"encoder": name, "clean": clean, "device": device.type, "precision": precision}
+        raise UserError(
+            f"text encoder '{encoder.name}' gives values for '{broken[0]}' that are not finite in {encoder.precision}"
+        )
     text, mask = (torch.stack(x) for x in zip(*(_padded(found[p], condition.tokens) for p in prompts), strict=True))
-    return Features(text, mask, list(prompts), [p for p, (_, cut) in ids.items() if cut], about)
+    return Features(text, mask, list(prompts), [p for p in once if ids[p][1]], encoder.about)
 
 
-def _ids(sentence: str, tokenizer: Any, tokens: int, name: str) -> tuple[list[int], bool]:
-    """(ids of a sentence, at most `tokens` with the end-of-sequence one; was it cut?)."""
-    whole: list[int] = tokenizer(sentence, verbose=False)["input_ids"]
-    if not tokenizer.decode(whole, skip_special_tokens=True).strip():  # as of one whose files are missing
-        raise UserError(
-            f"the tokenizer of '{name}' knows no word of '{sentence}'; say it in others, or copy the encoder again"
-        )
-    return tokenizer(sentence, max_length=tokens, truncation=True)["input_ids"], len(whole) > tokens
+class TextEncoder:
+    """The T5 that a text condition wants; its weights are read when the first features are.
 
+    Args:
+        condition: what the model reads.
+        device: what `config.device` "auto" means.
 
-@torch.no_grad()  # not inference mode: training may take the features
-def _features(ids: list[int], model: Any) -> Tensor:
-    """Features [n, C] of n ids, float32 on the CPU."""
-    if max(ids) >= model.config.vocab_size:
-        raise UserError(
-            f"text encoder '{model.name_or_path}' has {model.config.vocab_size} tokens, its tokenizer names number "
-            f"{max(ids)}; put those together that belong together"
-        )
-    return model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0].float().cpu()
+    Raises:
+        UserError: a missing package, or an encoder that is not there or not the model's.
+    """
+
+    def __init__(self, condition: Condition, config: TextConfig, device: torch.device | str = "cpu") -> None:
+        self.clean = condition.clean if config.clean is None else config.clean
+        check_packages(self.clean)
+        self.tokens, self.name = condition.tokens, config.encoder or condition.encoder
+        self.device = torch.device(device) if config.device == "auto" else device_of(config.device, "text.device")
+        on_gpu = self.device.type == "cuda"
+        self.precision = config.precision if config.precision != "auto" else "bf16" if on_gpu else "fp32"
+        self._model: Any = None
+        with _loading(self.name):
+            self._tokenizer = _tokenizer(self.name, condition.channels)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What made the features."""
+        where = {"device": self.device.type, "precision": self.precision}
+        return {"encoder": self.name, "clean": self.clean, **where}
+
+    def ids(self, caption: str, any_text: bool = False) -> tuple[list[int], bool]:
+        """(ids of a caption, at most `tokens` with the end-of-sequence one; was it cut?).
+
+        Args:
+            any_text: take a caption that is empty once cleaned, or of words that the tokenizer does not know.
+        """
+        sentence = clean_caption(caption) if self.clean else caption
+        if not sentence and not any_text:
+            raise UserError(f"prompt '{caption}' is empty once cleaned; say it in words, or pass --text.clean False")
+        whole: list[int] = self._tokenizer(sentence, verbose=False)["input_ids"]
+        if not any_text and not self._tokenizer.decode(whole, skip_special_tokens=True).strip():
+            raise UserError(  # as of a tokenizer whose files are missing
+                f"the tokenizer of '{self.name}' knows no word of '{sentence}'; say it in others, or copy the encoder "
+                "again"
+            )
+        return self._tokenizer(sentence, max_length=self.tokens, truncation=True)["input_ids"], len(whole) > self.tokens
+
+    @torch.no_grad()  # not inference mode: training may take the features
+    def features(self, rows: Sequence[list[int]], batch: int = 1) -> list[Tensor]:
+        """Features [n, C] float32 on the CPU of each row of n ids, at most `batch` of equal length at once: without
+        padding, so that they depend on nothing but the row."""
+        if self._model is None:
+            with _loading(self.name):
+                self._model = _model(self.name, self.device, DTYPES[self.precision])
+        largest = max((max(row) for row in rows), default=0)
+        if largest >= self._model.config.vocab_size:
+            raise UserError(
+                f"text encoder '{self._model.name_or_path}' has {self._model.config.vocab_size} tokens, its tokenizer "
+                f"names number {largest}; put those together that belong together"
+            )
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for _, same in itertools.groupby(order, key=lambda i: len(rows[i])):
+            alike = list(same)
+            for part in (alike[k : k + batch] for k in range(0, len(alike), batch)):
+                ids = torch.tensor([rows[i] for i in part], device=self.device)
+                out = self._model(input_ids=ids).last_hidden_state.float().cpu()
+                for i, row in zip(part, out, strict=True):
+                    found[i] = row
+        return found
 
 
 def _padded(row: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visgen import config as configs
 from visgen.decode.engine import Generation
@@ -68,6 +69,29 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
         with watch.lap():
             target.copy_(source)
     return 2 * size / min(seconds for seconds, _ in watch.counted)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, side: int | None = None, repeats: int = 20) -> float:
+    """Operations a second of a product of square matrices, the best of `repeats`; a multiplication with its addition
+    are two."""
+    side = side or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    watch = Stopwatch(device, warmup=3)
+    for _ in range(repeats + 3):
+        with watch.lap():
+            torch.mm(a, b)
+    return 2 * side**3 / min(seconds for seconds, _ in watch.counted)
+
+
+def randomize(model: Model, rng: torch.Generator | None = None) -> None:
+    """N(0, 0.02), of vectors N(1, 0.02): a head of zeros would draw from a law that no trained model has."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.02, generator=rng)
+
+
+def peak(device: torch.device) -> int | None:
+    """Most bytes that the allocator held since it was last asked to forget; None off CUDA."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def floor_bytes(model: Model, rows: int) -> int:
@@ -128,14 +152,7 @@ def measure(
     made = engine.make(model, guidance, warp)
     built = configs.build(sampler)
     images = batch * (batches if refillable(model, built) and model.controls is None else 1)
-    labels = torch.arange(images, device=device) % model.config.condition.classes
-
-    asked = {"label": labels}
-    if model.controls is not None and control:
-        frames, height, width = model.grid
-        asked["map"] = torch.rand(batch, frames, 3, 16 * height, 16 * width, device=device) * 2 - 1
-
-    watch = Stopwatch(device)
+    asked, watch = _asked(model, images, batch, control), Stopwatch(device)
 
     def decode(first_seed: int) -> Generation:
         noise = Noise(torch.arange(first_seed, first_seed + images, device=device))
@@ -148,11 +165,35 @@ def measure(
     first = decode(0).seconds
     laps = [decode((i + 1) * images) for i in range(repeats)]
     begin = statistics.median([seconds for seconds, _ in watch.laps[1:]] or [0.0])
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    most = peak(device)
     if kernels is not None:
         kernels.append(_kernels(lambda: decode(0), device))
-    seconds, rows = statistics.median(lap.seconds for lap in laps), batch * guidance.branches
-    nfe = statistics.mean(lap.nfe for lap in laps)
+    return _summed(model, laps, first, begin, most, batch, guidance.branches, copy)
+
+
+def _asked(model: Model, images: int, batch: int, control: bool) -> dict[str, Tensor]:
+    """Labels that go round the classes, and maps for a model that has a control, if it is wanted."""
+    device = model.parameter_device()
+    asked = {"label": torch.arange(images, device=device) % model.config.condition.classes}
+    if model.controls is not None and control:
+        frames, height, width = model.grid
+        asked["map"] = torch.rand(batch, frames, 3, 16 * height, 16 * width, device=device) * 2 - 1
+    return asked
+
+
+def _summed(
+    model: Model,
+    laps: list[Generation],
+    first: float,
+    begin: float,
+    most: int | None,
+    batch: int,
+    branches: int,
+    copy: float,
+) -> Speed:
+    """What the decodes `laps` say, beside the floor at a bandwidth of `copy`."""
+    images, rows = len(laps[0].tokens), batch * branches
+    seconds, nfe = statistics.median(lap.seconds for lap in laps), statistics.mean(lap.nfe for lap in laps)
     read = walked_bytes(model, nfe, laps[-1].notes.get("head_steps")) if model.continuous else floor_bytes(model, rows)
     floor = read / copy * images / batch
     held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
@@ -165,11 +206,11 @@ def measure(
         first=first,
         begin=begin,
         images_per_s=images / seconds,
-        ms_per_step=1e3 * sum(lap.seconds for lap in laps) / (nfe * repeats),
+        ms_per_step=1e3 * sum(lap.seconds for lap in laps) / (nfe * len(laps)),
         floor=floor,
         fraction=floor / seconds,
-        peak_bytes=peak,
-        over=None if peak is None else peak / held - 1,
+        peak_bytes=most,
+        over=None if most is None else most / held - 1,
         notes=laps[-1].notes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from visgen.config import UserError, build, plugin_config
-from visgen.data import Data, Samples, Split, codes, pairs, to_batch
+from visgen.data import Data, Samples, Split, captions, codes, pairs, to_batch
 
 PACKAGE = "data"
 COUNT = {"train": 12, "held_out": 7}
@@ -89,6 +90,20 @@ def trajectories(root: Path) -> dict[str, Any]:
     return {"root": root}
 
 
+def captioned(root: Path) -> dict[str, Any]:
+    words = ["a bird", "a red bird", "the sea"]
+    for split, count in COUNT.items():
+        lines = [{"image": f"{split}_{i}.png", "text": words[i % 3 :]} for i in range(count)]
+        for i, line in enumerate(lines):
+            (root / str(line["image"])).write_bytes(picture(100 * len(split) + i))
+        (root / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    captions.write_index(root / "text", captions.Index(encoder="t5", clean=False, tokens=5, channels=2))
+    features = [np.full((n + 1, 2), n, np.float16) for n in range(3)]
+    captions.write_shard(root / "text", 0, words, features)
+    files = {"file": root / "train.jsonl", "held_out_file": root / "held_out.jsonl"}
+    return {**files, "features": root / "text"}
+
+
 def sprites(root: Path) -> dict[str, Any]:
     pictures = plugin_config("visgen.data", "synthetic", n=9, n_held_out=9, image_size=16)
     return {"pictures": pictures, "sprite": 8, "frames": 3}
@@ -111,6 +126,7 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fashion_mnist": fashion_mnist,
     "codes": cached,
     "pairs": trajectories,
+    "captions": captioned,
     "sprites": sprites,
     "video": video,
 }

@@ -90,6 +90,16 @@ def test_compilation_and_bfloat16_leave_the_loss(make_blocks: Callable[..., Mode
         assert torch.allclose(loss(made)[0], plain, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attention", ["dense", "flex"])
+@pytest.mark.parametrize("predicts", ["epsilon", "velocity"])
+def test_a_compiled_step_is_one_graph(make_blocks: Callable[..., Model], attention: str, predicts: str) -> None:
+    made = objective(make_blocks(attention=attention, predicts=predicts).requires_grad_(False))
+    net = made.nets["model"]
+    net.forward = torch.compile(net.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    with torch.no_grad():
+        assert loss(made)[0].isfinite()
+
+
 def test_a_decode_in_bfloat16_is_near(make_blocks: Callable[..., Model]) -> None:
     """The weights and the cache are bfloat16, times and the solver float32."""
     tokens = {}

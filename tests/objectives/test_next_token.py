@@ -275,7 +275,12 @@ def test_preview_of_a_model_of_texts_goes_round_those_of_the_batch(tokenizer: Fa
     made = replace(config(tokenizer=Path("runs/vq")).model, condition=condition)
     objective = NextToken(Config(made, Path("runs/vq"), PreviewConfig(images=5, guidance=Guidance(2.0))))
     model = randomised(objective)
-    objective.setup(pixels())
+    data: Any = pixels()
+    with pytest.raises(UserError, match="gives no features of any"):
+        objective.setup(data)
+    told = {name: getattr(condition, name) for name in ("encoder", "clean", "tokens", "channels")}
+    data.features = SimpleNamespace(folder=Path("text"), index=SimpleNamespace(**told))
+    objective.setup(data)
     rows = torch.Generator().manual_seed(0)
     text, mask = torch.randn(2, 3, 8, generator=rows), torch.tensor([[False, True, True], [True, True, True]])
     batch: Any = {**batch_of(2), "text": text, "text_mask": mask}

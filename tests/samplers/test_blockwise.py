@@ -190,6 +190,26 @@ def test_an_iteration_asks_the_host_for_nothing(make_blocks: Callable[..., Any],
             asks()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("attention", ["dense", "flex"])
+def test_blocks_of_whole_tiles_are_drawn_alike_captured_or_not(make_blocks: Callable[..., Any], attention: str) -> None:
+    from visgen.decode.captured import CapturedEngine
+    from visgen.speed_blocks import Uncached
+
+    sizes: Any = {"width": 128, "heads": 2, "attention": attention}  # heads of 64
+    model = make_blocks((4, 8, 16), (1, 8, 16), **sizes).cuda()
+    found = []
+    for kind in (Engine, CapturedEngine, Uncached):
+        engine = kind(model, Guidance(1.5))
+        for seed in (7, 3):  # the second one replays the first one's graph
+            engine.begin({"label": LABELS.cuda()})
+            noise = Noise(SEEDS.cuda() + seed)
+            drawn = engine.run(made(frames=6), noise).tokens
+        found.append(drawn)
+    spread = float(found[0].abs().max())
+    assert all(torch.allclose(found[0], other, rtol=1e-2, atol=1e-2 * spread) for other in found[1:])
+
+
 def test_what_it_cannot_do_is_refused(make_blocks: Callable[..., Any], make_model: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match=r"sampler\.frames 3 are not whole blocks of this model; leave it out"):
         decode(make_blocks(), frames=3)

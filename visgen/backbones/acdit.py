@@ -45,7 +45,8 @@ class Config:
         rope: how positions turn queries and keys.
         rope_base: base of the frequencies of every axis; None: the authors', from its length.
         norm_eps: epsilon of the RMS norms.
-        attention: how the training pass computes it; auto is FlexAttention on a GPU, a dense mask elsewhere.
+        attention: how it is computed, in training and, for blocks of whole tiles of 128 tokens, in decoding; auto is
+            FlexAttention on a GPU, a dense mask elsewhere.
     """
 
     block: tuple[Positive, Positive, Positive] = (1, 16, 16)
@@ -113,12 +114,13 @@ class ACDiT(Backbone):
         cache: KVCache | None = None,
     ) -> Tensor:
         assert level is not None, "a noised token has a time"
-        clean = self.layout.tokens - self.layout.block if pos is None else 0
         if pos is None:
+            clean = self.layout.tokens - self.layout.block
             attend: Attend = self.streams
             pos = torch.cat([torch.arange(n, device=tokens.device) for n in (clean, self.layout.tokens)]).unsqueeze(0)
         else:
             assert isinstance(cache, BlockCache) and level.shape == (1,)
+            clean = tokens.shape[1] - cond.vectors.shape[1] * self.layout.block  # 0 with a cache that keeps blocks
             attend, level = cache.window(pos), level.unsqueeze(0)
         table = self.rotation(pos)
         x = self.embed(tokens.to(self.embed.weight.dtype)).unflatten(1, (-1, self.layout.block))  # [B, blocks, W, D]
@@ -154,9 +156,8 @@ class ACDiT(Backbone):
     ) -> BlockCache:
         """A cache for `rows` images that denoises with blocks - 1 clean ones before it."""
         head_dim = self.width // self.config.heads
-        return BlockCache(
-            self.config.layers, rows, self.config.heads, head_dim, self.layout.block, blocks, branches, device, dtype
-        )
+        sizes = self.config.layers, rows, self.config.heads, head_dim, self.layout.block
+        return BlockCache(*sizes, blocks, branches, device, dtype, self.config.attention)
 
     def _init(self) -> None:
         """Xavier for every matrix, N(0, 0.02) for the embedding of time, zero for modulations (DiT, section 3.2)."""

@@ -95,7 +95,11 @@ class ImageData(Data):
         sample = {"pixels": to_pixels(self._shown(image, augment)), "label": int(self.labels[index])}
         if self.has_maps:
             sample["map"] = to_pixels(self._shown(self._map(index, image.size), again, exact=True))
-        return sample
+        return sample | self._more(index, augment)
+
+    def _more(self, index: int, augment: np.random.Generator | None) -> dict[str, Any]:
+        """What else the sample has, drawn after its pixels."""
+        return {}
 
     def _shown(self, image: Image.Image, augment: np.random.Generator | None, exact: bool = False) -> Image.Image:
         """The square that training sees of an image, or of its map."""

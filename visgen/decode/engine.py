@@ -216,6 +216,11 @@ class Engine:
             make = self.model.backbone.make_cache
             self._cache = make(self.batch, self.device, self.dtype, blocks=blocks, branches=self.guidance.branches)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, as far as there is a cache."""
+        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+
     def denoise(self, values: Tensor, index: Tensor, level: Tensor) -> Tensor:
         """The guided prediction [B, W, C] float32 for a block of noised tokens.
 

@@ -19,6 +19,7 @@ from visgen.nn.cache import KVCache
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (q, k, v [R, H, W, d], layer) -> [R, H, W, d]
 Kernel = Literal["auto", "flex", "dense"]
+TILE = 128  # queries, and keys, that FlexAttention takes or leaves together
 
 
 class Streams:
@@ -33,23 +34,22 @@ class Streams:
         self.layout, self.kernel = layout, kernel
         self.device: torch.device | None = None
         self.mask: Any = None  # [S, S] bool, or FlexAttention's
+        self.flex: Any = None  # FlexAttention, where it is used
 
     def prepare(self, device: torch.device) -> None:
         """Makes the mask where it is not there already. A training step does so before the compiled forward."""
         if self.device != device:
-            self.device, self.mask = device, self._blocks(device) if self._flexes(device) else self._dense(device)
+            flexes = _flexes(self.kernel, device)
+            self.mask = self._blocks(device) if flexes else self._dense(device)
+            self.device, self.flex = device, _flex(device) if flexes else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
         if self.layout.block == self.layout.tokens:  # one block: there is no clean stream
             return F.scaled_dot_product_attention(q, k, v)
         self.prepare(q.device)
-        if not self._flexes(q.device):
+        if self.flex is None:
             return F.scaled_dot_product_attention(q, k, v, self.mask)
-        flex = _flex() if q.device.type == "cuda" else _plain_flex()
-        return flex(q, k, v, block_mask=self.mask)
-
-    def _flexes(self, device: torch.device) -> bool:
-        return self.kernel == "flex" or (self.kernel == "auto" and device.type == "cuda")
+        return self.flex(q, k, v, block_mask=self.mask)
 
     def _dense(self, device: torch.device) -> Tensor:
         layout = self.layout.doubled()
@@ -68,15 +68,21 @@ class Streams:
         return create_block_mask(allowed, None, None, layout.slots, layout.slots, device=device)
 
 
-def _plain_flex() -> Any:
+def _flexes(kernel: Kernel, device: torch.device) -> bool:
+    return kernel == "flex" or (kernel == "auto" and device.type == "cuda")
+
+
+def _flex(device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention
+    return _compiled_flex() if device.type == "cuda" else flex_attention
 
 
 @functools.cache
-def _flex() -> Any:
-    return torch.compile(_plain_flex(), dynamic=False)
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class BlockCache(KVCache):
@@ -86,9 +92,12 @@ class BlockCache(KVCache):
     values there and each other branch in a block of its own behind the ring; committing g is running the window once
     more, clean, so that the last to be written there are the clean ones. A noised block sees blocks - 1 clean ones.
 
+    Blocks that are not seen are skipped by FlexAttention, where W is a multiple of its tile; a dense mask computes all.
+
     Args:
         rows: images, not rows of branches.
         block: tokens W of a block.
+        kernel: as of `Streams`.
     """
 
     def __init__(
@@ -102,9 +111,11 @@ class BlockCache(KVCache):
         branches: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(layers, rows, heads, (blocks + branches - 1) * block, head_dim, device, dtype)
         self.rows, self.block, self.blocks, self.branches = rows, block, blocks, branches
+        self.tiled = _Tiled(self) if _flexes(kernel, self.keys.device) and block % TILE == 0 else None
 
     def window(self, pos: Tensor) -> Attend:
         """Attention of one block of all rows (row r is image r modulo `rows`), whose slots are pos [1, W].
@@ -116,14 +127,20 @@ class BlockCache(KVCache):
         behind = torch.arange(ring, ring + k - 1, device=pos.device).unsqueeze(1)
         own = torch.cat([group % ring, behind])  # [K, 1] the block that each branch writes
         written = (own * w + pos % w).reshape(1, -1)  # [1, K W]
-        slots = torch.arange((ring + k - 1) * w, device=pos.device) // w  # [S] block of every slot
-        before = (slots < ring) & (slots < group) & (slots != group % ring)  # [1, S]
-        mask = (before | (slots == own)).repeat_interleave(w, 0)  # [K W, S]
+        places = torch.arange(ring + k - 1, device=pos.device)
+        before = (places < ring) & (places < group) & (places != group % ring)  # [1, places]
+        seen = before | (places == own)  # [K, places]
+        if self.tiled is not None:
+            self.tiled.show(seen)
+        mask = None if self.tiled else seen.repeat_interleave(w, 0).repeat_interleave(w, 1)  # [K W, S]
 
         def attend(q: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
             q, key, value = (self._folded(part) for part in (q, key, value))  # [B, H, K W, d]
-            keys, values = self.update(layer, key, value, written)
-            out = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
+            keys, values = (part.to(q.dtype) for part in self.update(layer, key, value, written))
+            if self.tiled is not None:
+                out = self.tiled(q, keys, values)
+            else:
+                out = F.scaled_dot_product_attention(q, keys, values, mask)
             return out.unflatten(2, (k, w)).permute(2, 0, 1, 3, 4).flatten(0, 1)
 
         return attend
@@ -131,3 +148,40 @@ class BlockCache(KVCache):
     def _folded(self, x: Tensor) -> Tensor:
         """[K B, H, W, d] -> [B, H, K W, d]: the branches of an image read one cache."""
         return x.unflatten(0, (self.branches, self.rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _Tiled:
+    """FlexAttention over the places of a cache. Which of them are seen lies in tensors that stay where they are, so one
+    compiled kernel, and one graph, serves every block."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        places, device = cache.blocks + cache.branches - 1, cache.keys.device
+        self.each, width = cache.block // TILE, cache.block
+        self.seen = seen = torch.ones(cache.branches, places, dtype=torch.bool, device=device)
+
+        def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return seen[query // width, key // width]  # for the plain form; the kernel takes whole tiles
+
+        self.count, self.order = self._tiles(seen)
+        given = (torch.zeros_like(self.count), self.order.clone(), self.count, self.order)
+        lengths = cache.branches * width, places * width
+        self.mask = BlockMask.from_kv_blocks(*given, BLOCK_SIZE=TILE, mask_mod=allowed, seq_lengths=lengths)
+
+    def _tiles(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """seen [K, places] -> of every tile of queries, how many tiles of keys it sees [1, 1, Q], and them first
+        [1, 1, Q, tiles]; int32."""
+        tiles = seen.repeat_interleave(self.each, 0).repeat_interleave(self.each, 1)
+        order = (~tiles).to(torch.uint8).argsort(dim=-1, stable=True)
+        return tiles.sum(-1).int()[None, None], order.int()[None, None]
+
+    def show(self, seen: Tensor) -> None:
+        """The places that the queries of every branch see from now on, [K, places]."""
+        count, order = self._tiles(seen)
+        self.seen.copy_(seen)
+        self.count.copy_(count)
+        self.order.copy_(order)
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return _flex(q.device)(q, keys, values, block_mask=self.mask)

@@ -36,6 +36,11 @@ class Path:
         self.schedule = schedule
         self._tables: dict[torch.device, Tensor] = {}
 
+    def prepare(self, device: torch.device) -> None:
+        """Lays its table there, where it needs one. A training step does so before the compiled forward."""
+        if self.predicts == "epsilon":
+            self._cumulative(device)
+
     def settings(self) -> dict[str, Any]:
         """What a scheduler of `diffusers` is to be told."""
         if self.predicts == "velocity":

@@ -24,6 +24,7 @@ def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.
         UserError: naming what does not fit and the remedy.
     """
     check_labels(model, data)
+    check_text(model, data)
     cached = hasattr(data, "grid")
     if cached:
         check_cache(model, data)
@@ -87,6 +88,26 @@ def check_labels(model: Model, data: Data) -> None:
             f"the data has {len(data.classes)} classes, objective.model.condition.classes is {classes}; "
             f"pass --objective.model.condition.classes {len(data.classes)}"
         )
+
+
+def check_text(model: Model, data: Data) -> None:
+    """Raises `UserError` where the model reads text features that the data do not have, or others."""
+    asked: Any = model.config.condition
+    if configs.kind_of(asked) != "text":
+        return
+    found = getattr(data, "features", None)
+    if found is None:
+        raise UserError(
+            f"objective.model.condition reads texts, data.kind '{configs.kind_of(data.config)}' gives no features of "
+            "any; use data.kind captions with data.features, which `python -m visgen.captions` writes"
+        )
+    for name in ("channels", "tokens", "encoder", "clean"):
+        mine, its = getattr(asked, name), getattr(found.index, name)
+        if mine != its:
+            raise UserError(
+                f"data.features {found.folder} were made with {name} {its}, objective.model.condition.{name} is "
+                f"{mine}; set it to that, or encode the captions again"
+            )
 
 
 def check_cache(model: Model, data: Any) -> None:

@@ -91,6 +91,7 @@ class Blocks(Objective):
         model: Any = self.exported()
         blocks = model.tokens // model.backbone.layout.block
         model.backbone.streams.prepare(tokens.device)
+        model.head.path.prepare(tokens.device)
         time = model.head.path.draw((len(tokens), blocks), rng, self.config.times, tokens.device)
         noise = torch.randn(tokens.shape, generator=rng, device=tokens.device)
         drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < self.config.model.condition.dropout

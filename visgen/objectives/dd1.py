@@ -30,7 +30,7 @@ from visgen.model import Model, ModelConfig
 from visgen.nn.mixture import STEPS
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps
-from visgen.objectives._tokens import check_labels
+from visgen.objectives._tokens import check_labels, check_text
 from visgen.samplers._teacher import Teacher, codes_of, make_pairs, noise_of, read_teacher
 
 SEEDS = 1 << 62  # training draws seeds below it, evaluation begins with it
@@ -102,6 +102,7 @@ class DD1(Objective):
         guidance, _ = model.backbone.taught
         teacher = read_teacher(self.config.teacher, guidance, "objective.teacher")
         check_labels(model, data)
+        check_text(model, data)
         _check_teacher(model, teacher, f"objective.teacher {self.config.teacher}")
         model.backbone.codes.copy_(codes_of(teacher.tokenizer))
         if self.maps is not None:
