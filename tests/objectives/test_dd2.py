@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from visgen.objectives.dd2 import DD2, generated
 from visgen.objectives.dd2_teacher import DD2Teacher
 from visgen.objectives.dd2_tuning import DD2Tuning
 from visgen.samplers._teacher import codes_of, make_pairs, noise_of
+from visgen.samplers.one_step import Config as SamplerConfig
+from visgen.samplers.one_step import OneStep
 from visgen.train.main import train
 
 TRUNK = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
@@ -366,6 +369,42 @@ def test_a_generator_is_sampled_in_one_pass_and_helped_by_its_teacher(teacher_di
         generator.sample([0], [1], sampler=dataclasses.replace(helped, passes=2))
     with pytest.raises(UserError, match="is not what this student learned"):
         generator.sample([0], [1], guidance=3.0)
+
+
+def test_a_controlled_teacher_makes_a_controlled_generator(
+    make_control_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_control_run(tmp_path / "teacher")
+    teacher = checkpoint.load_model(run)
+    model = dataclasses.replace(student({"layers": 3, "channels": 8}), grid=(1, 8, 8), control=teacher.config.control)
+    data = build(plugin_config("visgen.data", "synthetic", n=4, n_held_out=4, image_size=16, classes=3), "train")
+    first = DD2Tuning(dd2_tuning.Config(model=model, teacher=run))
+    first.setup(data)
+    name = next(iter(teacher.control.state_dict()))  # type: ignore[union-attr]
+    assert torch.equal(first.exported().control.state_dict()[name], teacher.control.state_dict()[name])  # type: ignore[union-attr]
+    stirred(first.exported())
+    save(tmp_path / "tuned", first)
+    second = DD2(dd2.Config(model=model, teacher=run, start=tmp_path / "tuned"))
+    second.setup(data)
+    many = data.get_many(range(4))
+    batch: Any = {"label": many["label"], "pixels": many["pixels"].float() / 127.5 - 1}
+    seeds = {**batch, "tokens": torch.arange(256).view(4, 64) % 16, "seed": torch.arange(4)}
+    for objective, names in ((first, ["student"]), (second, ["critic", "student"])):
+        for net in names:
+            loss, _ = objective.loss(net, objective.nets, seeds, 0, rng())
+            loss.backward()
+            slopes = [p.grad for p in objective.nets[net].model.control.parameters()]  # type: ignore[union-attr]
+            assert all(slope is not None for slope in slopes) and any(slope.abs().sum() > 0 for slope in slopes), net
+    mapped = second.mapped(batch)
+    tokens = torch.arange(256).view(4, 64) % 16
+    assert not torch.equal(second.laws(mapped, tokens), second.laws(batch, tokens)), "the teacher sees the map"
+    engine, drawn = Engine(second.exported().eval()), []
+    for given in (mapped, {**mapped, "map": mapped["map"].flip(0)}):
+        engine.begin(given)
+        drawn.append(engine.run(OneStep(SamplerConfig()), Noise(torch.arange(4))).tokens)
+    assert not torch.equal(*drawn)
+    plain = dd2_tuning.Config(model=dataclasses.replace(model, control=None), teacher=run)
+    DD2Tuning(plain).setup(data)  # may leave the control out
 
 
 # ------------------------------------------------------------------------------------------------ from end to end
