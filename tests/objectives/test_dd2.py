@@ -266,6 +266,23 @@ def test_the_loss_of_the_generator_by_hand(
     assert all(p.grad is None for p in critic.parameters()) and all(p.requires_grad for p in critic.parameters())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU, and its kernel, with the CPU")
+def test_a_gpu_gives_the_same_loss(teacher_dir: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, e = (torch.randn(4, 16, 3, generator=rng(seed)) for seed in (1, 2))
+    t = TIMES[0] + (TIMES[1] - TIMES[0]) * torch.rand(4, 16, 1, generator=rng(3))
+    found = []
+    for device in ("cpu", "cuda"):
+        objective = ready(teacher_dir, tuned)
+        for module in (*objective.nets.values(), *objective.frozen.values()):
+            module.to(device)
+        monkeypatch.setattr(dd2, "draws", lambda *_, at=device: (t[None].to(at), e[None].to(at)))
+        own = q.to(device).requires_grad_()
+        loss, _ = objective.judged(own, {"label": BATCH["label"].to(device)}, rng())
+        found.append((loss.detach().cpu(), torch.autograd.grad(loss, own)[0].cpu()))
+    (loss, slope), (other, its) = found
+    assert torch.allclose(loss, other, rtol=1e-3) and (slope - its).norm() < 5e-3 * slope.norm()
+
+
 def test_no_token_is_moved_by_the_loss_of_a_later_one(teacher_dir: Path, tuned: Path) -> None:  # S12
     objective = ready(teacher_dir, tuned)
     q = torch.randn(4, 16, 3, generator=rng(1), requires_grad=True)
