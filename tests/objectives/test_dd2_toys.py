@@ -154,19 +154,20 @@ def joint(vocab: int = 4) -> Tensor:
 
 
 def test_the_teachers_own_tokens_are_a_fixed_point() -> None:  # S13
-    toy = Toy(joint(), 2, 4)
-    toy.tune(800, 256)
+    """Exact tokens in place of a generator's, times at which the weight of the loss does not explode."""
+    toy = Toy(joint(), 2, 4, times=(0.2, 0.98))
+    toy.tune(500, 256)
     critic = toy.second.nets["critic"]
-    optimiser = adam(critic, 1e-3)
-    for step in range(800):  # what psi learns of tokens that the teacher's map has made
+    optimiser = adam(critic, 5e-4)
+    for step in range(300):  # what psi learns of tokens that the teacher's map has made
         tokens = mapped(toy, 256)
         with torch.no_grad():
             t, e = dd2.draws(critic.model.head, toy.codes[tokens], 4, (0.04, 0.98), toy.rng)
         critic(toy.codes[tokens], toy.codes[tokens], t, e, toy.batch(256))[0].backward()
         optimiser.step()
         optimiser.zero_grad()
-        if step == 600:
-            optimiser.param_groups[0]["lr"] = 1e-4
+        if step == 200:
+            optimiser.param_groups[0]["lr"] = 5e-5
     tokens = mapped(toy, 8192)
     gaps, slopes = [], []
     for teacher in (toy.logits, toy.logits.flip(1)):
@@ -175,10 +176,8 @@ def test_the_teachers_own_tokens_are_a_fixed_point() -> None:  # S13
         loss, logs = toy.second.judged(q, toy.batch(len(q)), toy.rng)
         slope = torch.autograd.grad(len(q) * loss, q)[0]
         gaps.append(float(logs["gap"]))
-        slopes.append(float(torch.stack([slope[tokens[:, 0] == k, 0].sum(0) for k in range(4)]).norm()) / len(q))
-    print(gaps, slopes)
-    assert gaps[0] < 0.1 * gaps[1], "against the gap to another teacher"
-    assert slopes[0] < 0.25 * slopes[1], "no code is moved on the whole"
+        slopes.append(float(slope.norm(dim=-1).median()))
+    assert gaps[0] < 0.05 * gaps[1] and slopes[0] < 0.35 * slopes[1], f"{gaps} {slopes}: against another teacher's"
 
 
 def mapped(toy: Toy, rows: int) -> Tensor:
