@@ -29,6 +29,7 @@ LAZY = {  # imports inside a function that may point upwards, each with its reas
     ): "setup reads the tokenizer to start from, which building the nets does not need",
     ("objectives/_tokens.py", "checkpoint"): "setup reads the tokenizer's file, which building the nets does not need",
     ("objectives/_tokens.py", "encode"): "setup decodes a few cached tokens back with the program's own check",
+    ("objectives/_distilled.py", "checkpoint"): "setup reads the stage before, which building the nets does not need",
     ("samplers/_teacher.py", "checkpoint"): "a teacher is read where a student is trained or helped, which few are",
     ("samplers/_draft.py", "checkpoint"): "init reads the draft model, which no other sampler needs",
 }

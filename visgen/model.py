@@ -62,7 +62,12 @@ class Model(nn.Module):
         kind = configs.implementation(config.backbone)
         head: Any = configs.implementation(config.head)
         vectors = bool(getattr(config.backbone, "continuous", kind.continuous))  # type: ignore[attr-defined]
-        self._check_parts(vectors, head.continuous)
+        self._check_parts(vectors, head.continuous and not kind.snaps)  # type: ignore[attr-defined]
+        if kind.snaps and getattr(config.head, "predicts", "") != "velocity":  # type: ignore[attr-defined]
+            raise UserError(
+                f"model.backbone {configs.kind_of(config.backbone)} draws codes as vectors: set model.head to kind "
+                "diffusion, predicts velocity"
+            )
         if head.denoises != kind.denoises:  # type: ignore[attr-defined]
             raise UserError(
                 f"model.head {configs.kind_of(config.head)} does not go with model.backbone "
@@ -71,7 +76,8 @@ class Model(nn.Module):
         place = config.grid, self.condition.prefix, self.condition.coords
         layout = kind.arrange(config.backbone, *place)  # type: ignore[attr-defined]
         self.backbone = configs.build(config.backbone, layout, config.channels or config.vocab)
-        self.head = configs.build(config.head, width, config.channels or config.vocab)
+        channels = config.backbone.channels if kind.snaps else config.channels  # type: ignore[attr-defined]
+        self.head = configs.build(config.head, width, channels or config.vocab)
         self.control = None if config.control is None else ConditionalDecoding(config.control, width, config.grid)
 
     def _check_parts(self, backbone: bool, head: bool) -> None:

@@ -19,14 +19,20 @@ SETTINGS: dict[str, dict[str, Any]] = {  # beside the shrinking by field names o
     "acdit": {"grid": (1, 8, 8), "channels": 4, "block": (1, 4, 4)},
     "masked": {"grid": (1, 8, 8), "channels": 4},
     "dd1": {"grid": (1, 8, 8), "vocab": 16, "second": 20, "regress": True, "regression": 0.5},
+    "dd2": {"grid": (1, 8, 8), "vocab": 16, "critic_steps": 2},
+    "dd2_tuning": {"grid": (1, 8, 8), "vocab": 16},
+    "dd2_teacher": {"grid": (1, 8, 8), "vocab": 16, "code_channels": 8, "fit_steps": 0},
     "vq": {"gan_start": 0, "discriminator_start": 0, "layers": 1, "width": 8},
 }
 
 
 @pytest.fixture
-def objective(kind: str, small: Callable[..., Any]) -> Objective:
+def objective(kind: str, small: Callable[..., Any], make_model: Callable[..., Any]) -> Objective:
     torch.manual_seed(0)
-    return build(small(PACKAGE, kind, **SETTINGS.get(kind, {})))
+    made = build(small(PACKAGE, kind, **SETTINGS.get(kind, {})))
+    if getattr(made, "needs_laws", False):
+        made.frozen["teacher"] = make_model(grid=(1, 8, 8), vocab=16)
+    return made
 
 
 def batch(vectors: bool = False) -> Any:

@@ -105,7 +105,7 @@ def test_the_second_output_learns_the_codes(teacher_dir: Path) -> None:
     assert torch.allclose(loss, logs["nats_per_token"] + 0.5 * logs["mse"])
     model: Any = objective.exported()
     seeds = torch.randint(1 << 62, (4,), generator=torch.Generator().manual_seed(3))
-    tokens = make_pairs(objective._make_engine(objective.frozen["teacher"]), model.backbone.codes, BATCH, seeds)
+    tokens = make_pairs(objective.make_engine(objective.frozen["teacher"]), model.backbone.codes, BATCH, seeds)
     cond = model.condition(BATCH)
     h = model.backbone(
         noise_of(Noise(seeds), torch.arange(16).expand(4, -1), 3), None, cond=cond, level=torch.ones(4, 16)
@@ -135,7 +135,7 @@ def test_held_out_values_are_the_same_every_time(teacher_dir: Path) -> None:
         first, again = objective.held_out(model, BATCH), objective.held_out(model, BATCH)
         assert first == again and 0 <= float(first["agreement"]) < 1
         seeds = (1 << 62) + torch.arange(4)
-        tokens = objective._tokens(BATCH, seeds)
+        tokens = objective.tokens(BATCH, seeds)
         engine = Engine(model)
         engine.begin(BATCH)
         drawn = engine.run(OneStep(SamplerConfig()), Noise(seeds)).tokens
@@ -197,7 +197,7 @@ def test_pairs_and_fresh_ones_give_the_same_loss(teacher_dir: Path, tmp_path: Pa
     batch, rng = data.get_many(range(8)), torch.Generator()
     read, made = ready(teacher_dir, data), ready(teacher_dir)
     losses = [read.loss("student", read.nets, batch, 0, rng.manual_seed(1))[0]]
-    tokens = made._tokens({"label": batch["label"]}, batch["seed"])  # type: ignore[typeddict-item]
+    tokens = made.tokens({"label": batch["label"]}, batch["seed"])  # type: ignore[typeddict-item]
     values, level = inputs(made.exported(), tokens, batch["seed"], torch.zeros(8, dtype=torch.int64))
     losses.append(made.nets["student"](values, level, tokens, {"label": batch["label"]})[0])
     assert torch.allclose(losses[0], losses[1], atol=1e-6)
@@ -222,10 +222,10 @@ def test_what_does_not_fit_is_refused(teacher_dir: Path, backbone: Any, values: 
 def test_parts_that_do_not_fit_are_refused(teacher_dir: Path) -> None:
     model = settings(teacher_dir).model
     with pytest.raises(UserError, match=r"trains a one-step student, objective.model.backbone is ar"):
-        DD1(Config(dataclasses.replace(model, backbone=plugin_config("visgen.backbones", "ar"))))
+        DD1(Config(model=dataclasses.replace(model, backbone=plugin_config("visgen.backbones", "ar"))))
     dropped = dataclasses.replace(model.condition, dropout=0.1)
     with pytest.raises(UserError, match=r"condition.dropout is 0.1, .* set it to 0"):
-        DD1(Config(dataclasses.replace(model, condition=dropped)))
+        DD1(Config(model=dataclasses.replace(model, condition=dropped)))
     with pytest.raises(UserError, match="the data has 2 classes"):
         ready(teacher_dir, shapes(2))
 
@@ -294,7 +294,7 @@ def test_a_controlled_teacher_makes_a_controlled_student(
     student = plugin_config("visgen.backbones", "one_step", **{**BACKBONE, "layers": 3, "channels": 8, **TOLD})
     model = dataclasses.replace(settings(None).model, grid=(1, 8, 8), backbone=student, control=teacher.config.control)
     data = build(plugin_config("visgen.data", "synthetic", n=4, n_held_out=4, image_size=16, classes=3), "train")
-    objective = DD1(Config(model, teacher_run))
+    objective = DD1(Config(model=model, teacher=teacher_run))
     objective.setup(data)
     own: Any = objective.exported()
     assert torch.equal(
@@ -304,12 +304,12 @@ def test_a_controlled_teacher_makes_a_controlled_student(
     batch: Any = {"label": many["label"], "pixels": many["pixels"].float() / 127.5 - 1}
     mapped = objective.maps.batch(batch)  # type: ignore[union-attr]
     seeds = torch.arange(4)
-    pairs_of = {name: objective._tokens(given, seeds) for name, given in (("map", mapped), ("none", batch))}
+    pairs_of = {name: objective.tokens(given, seeds) for name, given in (("map", mapped), ("none", batch))}
     assert not torch.equal(pairs_of["map"], pairs_of["none"])
     for given in (mapped, {**mapped, "map": mapped["map"].flip(0)}):
         engine = Engine(teacher, *TOLD.values())
         wanted = make_pairs(engine, own.backbone.codes, {"label": given["label"], "map": given["map"]}, seeds)
-        assert torch.equal(objective._tokens(given, seeds), wanted)
+        assert torch.equal(objective.tokens(given, seeds), wanted)
     loss, _ = objective.loss("student", objective.nets, batch, 0, torch.Generator().manual_seed(0))
     loss.backward()
     assert all(p.grad is not None for p in own.control.parameters())
@@ -322,8 +322,8 @@ def test_a_controlled_teacher_makes_a_controlled_student(
             drawn.append(engine.run(OneStep(SamplerConfig()), Noise(seeds)).tokens)
         assert not torch.equal(*drawn)
     plain = dataclasses.replace(model, control=None)
-    DD1(Config(plain, teacher_run)).setup(data)  # may leave the control out
-    other = DD1(Config(dataclasses.replace(model, control=small("controls", "hed")), teacher_run))
+    DD1(Config(model=plain, teacher=teacher_run)).setup(data)  # may leave the control out
+    other = DD1(Config(model=dataclasses.replace(model, control=small("controls", "hed")), teacher=teacher_run))
     with pytest.raises(UserError, match=r"its control is canny, objective.model has hed"):
         other.setup(data)
 

@@ -104,6 +104,24 @@ def test_mapped_sequences_have_the_teachers_law() -> None:  # S9, the whole law 
     assert abs(distance(marginal, seen)) > 20, "the check tells it from independent tokens"
 
 
+@pytest.mark.slow
+def test_mapped_images_are_as_likely_as_those_of_ar() -> None:  # S9, on a shipped teacher
+    root, settings = Path(__file__).parents[2] / "assets" / "fashion32", (Guidance(1.1), Warp(top_k=200))
+    model, rows = checkpoint.load_model(root), 768
+    codes, batch = codes_of(checkpoint.load_tokenizer(root)), {"label": torch.arange(rows) % 10}
+    engine = Engine(model, *settings)
+    mapped = make_pairs(engine, codes, batch, torch.arange(rows) + (1 << 40))
+    engine.begin(batch)
+    drawn = engine.run(ar.AR(ar.Config()), Noise(torch.arange(rows))).tokens.clone()
+    nats = [-engine.laws(batch, tokens).log_prob(tokens).sum(1) for tokens in (mapped, drawn)]
+    assert all(each.isfinite().all() for each in nats), "no token that the filters exclude"
+    error = math.sqrt(float(sum(each.var() for each in nats)) / rows)
+    assert abs(float(nats[0].mean() - nats[1].mean())) < 3 * error
+    shuffled = torch.stack([mapped[torch.randperm(rows), k] for k in range(mapped.shape[1])], 1)  # the lower floor
+    plain = -Engine(model, settings[0]).laws(batch, shuffled).log_prob(shuffled).sum(1)
+    assert float(plain.mean()) > float(nats[1].mean()) + 10 * error
+
+
 # ------------------------------------------------------------------------------------------------------ the student
 
 
@@ -217,8 +235,12 @@ def test_a_random_span_is_the_draw_of_ar(make_student: Make, teacher_dir: Path) 
     ("config", "student", "said"),
     [
         (Config(2), {}, "sampler.passes 2: this student was trained for one pass"),
-        (Config(1, Path("x")), {"second": 6}, "sampler.teacher draws tokens 0 to 5 between two passes; set"),
-        (Config(2, Path("x"), 6), {"second": 6}, "sampler.first below 6"),
+        (
+            Config(1, Path("x"), 16),
+            {"second": 6},
+            "first is 16, but sampler.teacher draws tokens before 16; set",
+        ),
+        (Config(2, Path("x"), 6), {"second": 6}, "sampler.first is 6, but .* set it below 6"),
         (Config(2, Path("nowhere")), {"second": 6}, "sampler.teacher: checkpoint nowhere does not exist"),
         (Config(split=3), {}, "sampler.split reads a second output"),
     ],

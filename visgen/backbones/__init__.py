@@ -25,10 +25,13 @@ class Backbone(nn.Module, ABC):
         denoises: whether it reads noised tokens, so that its head only has to say what is predicted of them.
         sampler: the kind of sampler that decodes it.
         cached: a decode goes over a cache of all slots, which the engine makes and whose prefix it fills.
+        snaps: whether its tokens are codes that are drawn as vectors: a head of vectors draws them, the nearest codes
+            are the tokens (`draw`, `codes`).
         shift: slot P - shift + k holds what predicts token k: 1, the slot before its own; or 0, its own.
         ordered: tokens may stand in any order: its `forward` also takes `order` [B, N], the place of the n-th, or None
             for raster order.
-        taught: of a student, the (guidance, warp) of its teacher, which its weights hold.
+        taught: of a student, the (guidance, warp) of its teacher, which its weights hold; it is decoded by passes over
+            all slots.
     """
 
     width: int
@@ -37,6 +40,7 @@ class Backbone(nn.Module, ABC):
     denoises: bool = False
     sampler: str = "ar"
     cached: bool = True
+    snaps: bool = False
     shift: int = 1
     ordered: bool = False
     taught: Any = None

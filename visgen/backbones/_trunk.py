@@ -53,6 +53,13 @@ class Trunk(Backbone):
     def embed(self, tokens: Tensor, pos: Tensor | None, cond: Prefix, level: Tensor | None) -> Tensor:
         """Input vectors of the window [B, W, D], or of the prefix and all given tokens."""
 
+    def behind(self, embedded: Tensor, vectors: Tensor, pos: Tensor | None) -> Tensor:
+        """The window [B, W, D] of embedded tokens, with the condition's vectors [B, P, D] at prefix slots."""
+        if pos is None:
+            return torch.cat([vectors, embedded], dim=1)
+        index = pos.clamp(max=self.layout.prefix - 1).unsqueeze(-1).expand(-1, -1, self.width)
+        return torch.where((pos < self.layout.prefix).unsqueeze(-1), vectors.gather(1, index), embedded)
+
     def _positions(self, layout: Layout) -> Tensor:
         """[S, 3]."""
         coords, columns = layout.coords.clone(), self.config.rope_columns

@@ -9,7 +9,7 @@ own place, and the slot before it is told that place by an embedding, added to i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from visgen.checks import Depth, Positive, Rate, Scale, UserError
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.cache import KVCache
+from visgen.nn.mlp import CodeEmbedding
 
 if TYPE_CHECKING:
     from visgen.backbones._ar_fused import FusedAR
@@ -41,6 +42,8 @@ class Config:
         order: of vectors, in which they are trained and drawn: raster, or random, one for each image.
         rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
             its true one: ControlAR's weights of many resolutions have 48.
+        code_channels: read a code by its vector of so many channels (the tokenizer's), through an MLP in place of a
+            table; such a model can be told vectors that are no codes (`objectives/dd2_teacher.py`).
     """
 
     layers: Depth = 12
@@ -57,10 +60,13 @@ class Config:
     rope_columns: Positive | None = None
     continuous: bool = False
     order: Literal["raster", "random"] = "raster"
+    code_channels: Positive | None = None
 
 
 class ARTransformer(Trunk):
     """Causal transformer over `[prefix | tokens]`; slot P - 1 + k predicts token k."""
+
+    tok_embeddings: Any
 
     def add_inputs(self, vocab: int) -> None:
         self.continuous = self.config.continuous
@@ -72,16 +78,23 @@ class ARTransformer(Trunk):
         if self.ordered:
             self.targets = nn.Embedding(self.layout.tokens, self.width)
             self.head_positions = nn.Embedding(self.layout.tokens, self.width)
-        self.tok_embeddings = (nn.Linear if self.continuous else nn.Embedding)(vocab, self.width)
+        channels = self.config.code_channels
+        if channels is None:
+            self.tok_embeddings = (nn.Linear if self.continuous else nn.Embedding)(vocab, self.width)
+            return
+        if self.continuous:
+            raise UserError("backbone.code_channels are of codes, backbone.continuous is of vectors; set one of them")
+        self.tok_embeddings = CodeEmbedding(vocab, channels, self.width)
+
+    @property
+    def codes(self) -> Tensor | None:
+        """[V, C] where codes are read by their vectors."""
+        return getattr(self.tok_embeddings, "codes", None)
 
     def embed(self, tokens: Tensor, pos: Tensor | None, cond: Prefix, level: Tensor | None = None) -> Tensor:
         """Input vectors of the window [B, W, D]: the condition's at prefix slots, code embeddings elsewhere."""
         embedded = self.tok_embeddings(tokens.to(self.norm.weight.dtype) if self.continuous else tokens)
-        vectors = cond.vectors.to(embedded.dtype)
-        if pos is None:
-            return torch.cat([vectors, embedded], dim=1)
-        index = pos.clamp(max=self.layout.prefix - 1).unsqueeze(-1).expand(-1, -1, self.width)
-        return torch.where((pos < self.layout.prefix).unsqueeze(-1), vectors.gather(1, index), embedded)
+        return self.behind(embedded, cond.vectors.to(embedded.dtype), pos)
 
     def forward(
         self,
@@ -120,7 +133,7 @@ class ARTransformer(Trunk):
         return super().at(layout)
 
     def fused(self) -> FusedAR | None:
-        if self.continuous:
+        if self.continuous or self.config.code_channels is not None:
             return None
         from visgen.backbones._ar_fused import FusedAR  # needs Triton
 

@@ -98,11 +98,7 @@ class OneStep(Trunk):
         embedded = self.input(values.to(self.input.weight.dtype))
         known = torch.ones_like(values[..., 0], dtype=torch.int64) if level is None else (level <= 0).long()
         embedded = embedded + self.known(known).to(embedded.dtype)
-        vectors = (cond.vectors + self.known.weight[1]).to(embedded.dtype)
-        if pos is None:
-            return torch.cat([vectors, embedded], dim=1)
-        index = pos.clamp(max=self.layout.prefix - 1).unsqueeze(-1).expand(-1, -1, self.width)
-        return torch.where((pos < self.layout.prefix).unsqueeze(-1), vectors.gather(1, index), embedded)
+        return self.behind(embedded, (cond.vectors + self.known.weight[1]).to(embedded.dtype), pos)
 
     def vectors(self, h: Tensor, cond: Prefix) -> Tensor:
         """The second output: h [B, W, D] -> scaled code vectors [B, W, C] float32."""

@@ -14,6 +14,7 @@ from visgen.conditions import Prefix
 from visgen.config import UserError
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
+from visgen.decode.points import Points
 from visgen.decode.warp import Warp
 from visgen.nn.cache import KVCache
 
@@ -77,7 +78,7 @@ class Engine:
         given, known: the arguments of the last `begin`.
         order: [B, N] of `arrange`; None where tokens stand in raster order.
         continuous: whether tokens are vectors.
-        student: whether every slot predicts its own token (`whole`).
+        student: whether all tokens are drawn by passes over all slots (`whole`).
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
     """
 
@@ -94,7 +95,7 @@ class Engine:
         tokenizer: str | None = None,
     ) -> None:
         self.model = model
-        self.continuous, self.student = model.continuous, not model.backbone.shift
+        self.continuous, self.student = model.continuous, model.backbone.taught is not None
         self.tokenizer = tokenizer
         self.guidance = guidance or Guidance()
         self.warp = warp or Warp()
@@ -196,17 +197,35 @@ class Engine:
             self.order.copy_(order)
 
     def whole(self, values: Tensor, level: Tensor) -> tuple[Any, Tensor]:
-        """One pass of a student over all slots, each of which predicts its own token: the law, and h [B, N, D].
+        """One pass of a student over all slots: the law of all tokens (of a backbone that snaps, the points whose
+        nearest codes they are), and h [B, N, D] of the slots that predict them.
 
         Args:
             values: [B, N, C] noise, or codes of known tokens.
             level: [B, N], above 0 where a token is noise.
         """
         assert self._cond is not None, "Engine.begin comes first"
-        h = self.model.backbone(values.to(self.dtype), None, cond=self._cond, level=level, control=self._control)
-        h = h[:, self.model.condition.prefix :]
-        law = self.model.head.dist(h.unsqueeze(0), torch.ones(1, *h.shape[:2], device=h.device))
+        backbone, head = self.model.backbone, self.model.head
+        h = backbone(values.to(self.dtype), None, cond=self._cond, level=level, control=self._control)
+        h = h[:, self.model.condition.prefix - backbone.shift :][:, : self.tokens]
+        if backbone.snaps:
+            law: Any = Points(backbone.draw(values, h, head), backbone.codes)
+        else:
+            law = head.dist(h.unsqueeze(0), torch.ones(1, *h.shape[:2], device=h.device))
         return law if self.known is None else law.pin(*self.known), h
+
+    @torch.no_grad()
+    def laws(self, batch: dict[str, Any], tokens: Tensor) -> Any:
+        """The guided, filtered laws of all tokens [B, N], or of vectors that stand for them [B, N, C], each given those
+        before it: what `forward` says one by one, in one pass without a cache. Needs no `begin`."""
+        k, rows = self.guidance.branches, len(tokens)
+        cond = self.prefixes(batch)
+        control = self._branched(self.model.controlled(batch), rows)
+        before = tokens[:, :-1].repeat(k, *[1] * (tokens.ndim - 1))
+        h = self.model.backbone(before, None, cond=cond, control=control)[:, self.model.condition.prefix - 1 :]
+        index = torch.arange(self.tokens, device=tokens.device).expand(rows, -1)
+        law = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
+        return law.warped(self.warp)
 
     def reserve(self, blocks: int) -> None:
         """Makes the cache of a model that is decoded block by block; it keeps the last `blocks` blocks."""

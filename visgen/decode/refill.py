@@ -22,7 +22,7 @@ from visgen.decode.noise import Noise
 
 def refillable(model: Any, sampler: Any) -> bool:
     """Whether rows finish by themselves, and need no prefix slots computed when they begin."""
-    return sampler.ragged and model.condition.prefix == 1 and not model.continuous and bool(model.backbone.shift)
+    return sampler.ragged and model.condition.prefix == 1 and not model.continuous and model.backbone.taught is None
 
 
 @torch.inference_mode()

@@ -37,6 +37,10 @@ class Categorical:
         """[B, W, V], rows sum to 1."""
         return self.logits.softmax(dim=-1)
 
+    def likeliest(self) -> Tensor:
+        """The most likely tokens: ids [B, W]."""
+        return self.logits.argmax(-1)
+
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Log-likelihood of tokens [B, W] in nats."""
         return self.logits.log_softmax(dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

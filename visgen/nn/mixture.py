@@ -13,8 +13,8 @@ and grid the authors use is not published. Here: second-order multistep of the m
 arXiv 2211.01095, algorithm 2) on codes of unit variance, at evenly spaced t, `STEPS` of them for every use; the last
 evaluation, at t = 1 / STEPS, takes the most likely code, so nothing is integrated where 1 / t^2 is stiff.
 
-Sums run in float32 (float64 for float64 inputs) over chunks of the vocabulary; no [T, V] tensor besides log p is made
-where the vocabulary is larger than a chunk. Codes that p excludes have log p = -inf.
+Sums run in float32 (float64 for float64 inputs): on a GPU in one kernel (`nn/fused/mixture.py`), else, and as its twin,
+over chunks of the vocabulary. No [T, V] tensor besides log p is made. Codes that p excludes have log p = -inf.
 """
 
 from __future__ import annotations
@@ -46,40 +46,68 @@ def scale_of(codes: Tensor) -> Tensor:
 
 
 def posterior(
-    x: Tensor, t: Tensor | float, logp: Tensor, codes: Tensor, covariance: bool = True, chunk: int = CHUNK
+    x: Tensor,
+    t: Tensor | float,
+    logp: Tensor,
+    codes: Tensor,
+    covariance: bool = True,
+    chunk: int = CHUNK,
+    fused: bool | None = None,
 ) -> Posterior:
     """Moments of the posterior over codes by an online softmax.
 
     Args:
         x: [T, C] noised tokens.
         t: [T, 1] or a number, times in (0, 1].
-        logp: [T, V] log p; each row has a finite one.
+        logp: [T, V] log p, or that plus a constant of its row; each row has a finite one.
         codes: [V, C].
+        fused: by the kernel, which needs float32; None: where the device and the codes' width allow it.
     """
     with torch.autocast(x.device.type, enabled=False):
         x, codes = _wide(x), _wide(codes)
         t = t.to(x.dtype).expand(len(x), 1) if isinstance(t, Tensor) else x.new_full((len(x), 1), t)
-        top = x.new_full((len(x), 1), -torch.inf)
-        total, first = x.new_zeros(len(x), 1), torch.zeros_like(x)
-        second = x.new_zeros(len(x), x.shape[1] ** 2) if covariance else None
-        for start in range(0, len(codes), chunk):
-            part = codes[start : start + chunk]  # [J, C]
-            z = _logits(x, t, logp[:, start : start + chunk], part)  # [T, J]
-            higher = torch.maximum(top, z.amax(1, keepdim=True))
-            safe = torch.where(higher == -torch.inf, 0, higher)  # no code of the chunks so far is possible
-            kept, weight = (top - safe).exp(), (z - safe).exp()
-            total = total * kept + weight.sum(1, keepdim=True)
-            first = first * kept + _product(weight, part)
-            if second is not None:
-                pairs = (part.unsqueeze(2) * part.unsqueeze(1)).flatten(1)  # [J, C C]
-                second = second * kept + _product(weight, pairs)
-            top = higher
-        mean = first / total
-        spread = None
-        if second is not None:
-            spread = (second / total).unflatten(1, (x.shape[1], -1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
+        if fused is None:
+            fused = x.device.type == "cuda" and x.dtype == torch.float32 and _fits(x.shape[1], covariance)
+        if fused:
+            from visgen.nn.fused.mixture import moments  # needs Triton
+
+            mean, spread, mass = moments(x, t, logp, codes, covariance)
+        else:
+            mean, spread, mass = _moments(x, t, logp, codes, covariance, chunk)
         far = x.square().sum(1) / (2 * t.squeeze(1).square())  # what `_logits` leaves out
-        return Posterior(mean, spread, (top + total.log()).squeeze(1) - far)
+        return Posterior(mean, spread, mass - far)
+
+
+def _fits(channels: int, covariance: bool) -> bool:
+    from visgen.nn.fused.mixture import fits
+
+    return fits(channels, covariance)
+
+
+def _moments(
+    x: Tensor, t: Tensor, logp: Tensor, codes: Tensor, covariance: bool, chunk: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Mean [T, C], covariance [T, C, C], and log of the sum over codes [T]: the kernel's twin."""
+    top = x.new_full((len(x), 1), -torch.inf)
+    total, first = x.new_zeros(len(x), 1), torch.zeros_like(x)
+    second = x.new_zeros(len(x), x.shape[1] ** 2) if covariance else None
+    for start in range(0, len(codes), chunk):
+        part = codes[start : start + chunk]  # [J, C]
+        z = _logits(x, t, logp[:, start : start + chunk], part)  # [T, J]
+        higher = torch.maximum(top, z.amax(1, keepdim=True))
+        safe = torch.where(higher == -torch.inf, 0, higher)  # no code of the chunks so far is possible
+        kept, weight = (top - safe).exp(), (z - safe).exp()
+        total = total * kept + weight.sum(1, keepdim=True)
+        first = first * kept + _product(weight, part)
+        if second is not None:
+            pairs = (part.unsqueeze(2) * part.unsqueeze(1)).flatten(1)  # [J, C C]
+            second = second * kept + _product(weight, pairs)
+        top = higher
+    mean = first / total
+    spread = None
+    if second is not None:
+        spread = (second / total).unflatten(1, (x.shape[1], -1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
+    return mean, spread, (top + total.log()).squeeze(1)
 
 
 def velocity(x: Tensor, t: Tensor, mean: Tensor) -> Tensor:
@@ -101,22 +129,22 @@ class _Denoise(torch.autograd.Function):
     """The posterior mean, whose gradient is one C x C product a token: no sum over the vocabulary is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, t: Tensor, logp: Tensor, codes: Tensor, chunk: int) -> Tensor:
-        found = posterior(x, t, logp, codes, True, chunk)
+    def forward(ctx: Any, x: Tensor, t: Tensor, logp: Tensor, codes: Tensor, chunk: int, fused: bool | None) -> Tensor:
+        found = posterior(x, t, logp, codes, True, chunk, fused)
         ctx.save_for_backward(found.covariance, t)
         ctx.kind = x.dtype
         return found.mean
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         covariance, t = ctx.saved_tensors
         slope = (covariance * grads[0].unsqueeze(1)).sum(2)  # [T, C]
-        return ((1 - t) / t.square() * slope).to(ctx.kind), None, None, None, None
+        return ((1 - t) / t.square() * slope).to(ctx.kind), None, None, None, None, None
 
 
-def denoise(x: Tensor, t: Tensor, logp: Tensor, codes: Tensor, chunk: int = CHUNK) -> Tensor:
+def denoise(x: Tensor, t: Tensor, logp: Tensor, codes: Tensor, chunk: int = CHUNK, fused: bool | None = None) -> Tensor:
     """The posterior mean [T, C] of x [T, C] at t [T, 1], differentiable in x alone."""
-    return _Denoise.apply(x, t, logp, codes, chunk)
+    return _Denoise.apply(x, t, logp, codes, chunk, fused)
 
 
 def fm_map(noise: Tensor, logp: Tensor, codes: Tensor, steps: int = STEPS, chunk: int = CHUNK) -> Tensor:

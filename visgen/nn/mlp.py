@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,6 +32,26 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., C] -> [..., D]
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CodeEmbedding(nn.Module):
+    """fc2(gelu(fc1 c)) of code vectors: ids [...] or vectors [..., C] -> [..., D], in place of a table of embeddings.
+
+    Attributes:
+        codes: [V, C] float32, the tokenizer's, scaled by `nn.mixture.scale_of`; set before training.
+    """
+
+    codes: Tensor
+
+    def __init__(self, vocab: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(vocab, channels))
+        self.fc1 = nn.Linear(channels, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = tokens if tokens.is_floating_point() else self.codes[tokens]
+        return self.fc2(F.gelu(self.fc1(values.to(self.fc1.weight.dtype))))
 
 
 class DropPath(nn.Module):

@@ -56,6 +56,9 @@ class Objective(ABC):
         """Names of the nets whose optimizers step at `step` (counted from 0), in order; they share one batch."""
         return list(self.nets)
 
+    def begin_step(self, step: int, average: nn.Module) -> None:
+        """Before the turns of `step`; `average` is the EMA of the exported module, which may be read."""
+
     @abstractmethod
     def loss(
         self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator

@@ -23,7 +23,7 @@ class Sampler(ABC):
 
     Attributes:
         continuous: whether its tokens are vectors.
-        whole: it draws all tokens by passes over all slots (`Engine.whole`), of a model whose slots predict their own.
+        whole: it draws all tokens by passes over all slots (`Engine.whole`), of a student (`Backbone.taught`).
         ragged: rows finish at different times (`done`), all begin alike, and all that a row knows is in its rows of the
             state, [B, ...] of two dimensions or more: so a row may start anew while the others go on.
     """

@@ -57,7 +57,7 @@ def read_teacher(path: Path | None, guidance: Guidance, where: str) -> Teacher:
         model, tokenizer = load_model(path), load_tokenizer(path)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if model.continuous or not model.backbone.shift:
+    if model.continuous or model.backbone.taught is not None:
         kind = kind_of(model.config.backbone)
         raise UserError(f"{where} {path} is a model of kind {kind}; a teacher draws codes one by one, as ar does")
     if guidance.branches > 1 and getattr(model.config.condition, "dropout", 0) == 0:

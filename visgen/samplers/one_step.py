@@ -1,12 +1,14 @@
-"""A one-step student: all tokens from their noise in one pass, or two (Distilled Decoding 1, arXiv 2412.17153).
+"""A one-step student: all tokens from their noise in one pass, or two (Distilled Decoding 1 and 2, arXiv 2412.17153 and
+2510.21003).
 
     1 pass     tokens = f(noise)
     2 passes   tokens before t are kept, the others get their noise back, and f draws them anew
-    assisted   tokens first .. t - 1 are the teacher's, one by one; then the pass from t on
+    assisted   2 passes: tokens first .. t - 1 are the teacher's, one by one; then the pass from t on (DD1)
+               1 pass: the teacher draws all tokens from `first` on anew, one by one (DD2, algorithm 4)
 
-with t the student's `second`. A token is the most likely one: all chance is in the noise, which the seed fixes. The
-teacher maps the same noise (`draw: map`), so an assisted image is still a function of its seed and lies nearer to the
-teacher's own; `random` draws instead, as the released code does.
+with t the student's `second`. A token is the most likely one, or the code nearest to a student's vector: all chance is
+in the noise, which the seed fixes. The teacher maps the same noise (`draw: map`), so an assisted image is still a
+function of its seed and lies nearer to the teacher's own; `random` draws instead, as the released code does.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class Config:
 
     Attributes:
         passes: 1, or 2 of a student that was trained for it.
-        teacher: run directory of its teacher, which draws a span of tokens between the two passes.
-        first: where that span begins; it ends where the second pass does. At 0 the first pass is left out.
+        teacher: run directory of its teacher, which draws a span of tokens between the two passes, or after one.
+        first: where that span begins; it ends where the second pass begins, or with the last token. At 0 the first
+            pass is left out.
         draw: how the teacher draws: by the map from the tokens' noise, or at random.
         split: tokens from this one on are the nearest code of the student's second output; None: none of them.
     """
@@ -75,6 +78,7 @@ class OneStep(Sampler):
     def init(self, engine: Engine, noise: Noise) -> State:
         self._check(engine)
         backbone = engine.model.backbone
+        second = _second(engine)
         index = torch.arange(engine.tokens, device=engine.device).expand(engine.batch, -1)
         tokens, fixed = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
         if engine.known is not None:
@@ -91,9 +95,9 @@ class OneStep(Sampler):
             noise=noise_of(noise, index, backbone.config.channels),
             codes=backbone.codes,
             fixed=fixed,
-            starts=torch.tensor([0, backbone.config.second][: self.config.passes], device=engine.device),
+            starts=torch.tensor([0, second][: self.config.passes], device=engine.device),
             step=torch.zeros(1, dtype=torch.int64, device=engine.device),
-            second=backbone.config.second,
+            second=second if self.config.passes == 2 else engine.tokens,
             whole=engine.whole,
             vectors=lambda h: backbone.vectors(h, engine.condition),
             helper=helper,
@@ -107,7 +111,8 @@ class OneStep(Sampler):
         if self.config.first:
             self._pass(state, state.starts[:1])
         self._span(state, *state.helper, noise)
-        self._pass(state, state.starts[1:])
+        if self.config.passes == 2:
+            self._pass(state, state.starts[1:])
 
     def _pass(self, state: State, start: Tensor) -> None:
         """Draws the tokens from `start` [1] on, given those before it."""
@@ -116,15 +121,15 @@ class OneStep(Sampler):
         noisy = fresh & ~state.fixed
         values = torch.where(noisy.unsqueeze(-1), state.noise, state.codes[state.tokens].to(state.noise.dtype))
         law, h = state.whole(values, noisy.float())
-        drawn = law.logits.argmax(-1)
+        drawn = law.likeliest()
         if self.config.split is not None:
             found = state.vectors(h)
             near = nearest(found.flatten(0, 1), state.codes.float())[0].view_as(drawn)
             drawn = torch.where((index >= self.config.split) & noisy, near, drawn)
-        state.tokens.copy_(torch.where(fresh, drawn, state.tokens))
+        state.tokens.copy_(torch.where(noisy, drawn, state.tokens))
 
     def _span(self, state: State, teacher: Engine, codes: Tensor, noise: Noise) -> None:
-        """The teacher's tokens from `first` up to the start of the second pass. It reads those before them at once."""
+        """The teacher's tokens from `first` up to the second pass, or the end. It reads those before them at once."""
         rows, device = len(state.tokens), state.tokens.device
         for i in range(self.config.first, state.second):
             at = torch.full((rows, 1), i, device=device)
@@ -146,29 +151,31 @@ class OneStep(Sampler):
 
     def _rounds(self, engine: Engine, index: Tensor) -> Tensor:
         """[B, N] the evaluation, of student or teacher, that fixes each token."""
-        if self.config.passes == 1:
-            return torch.ones_like(index)
-        second, first = engine.model.backbone.config.second, self.config.first
+        second = _second(engine) if self.config.passes == 2 else engine.tokens
         if self.config.teacher is None:
             return 1 + (index >= second).long()
+        first = self.config.first
         span = int(first > 0) + 1 + (index - first).clamp(0, second - first - 1)
         return torch.where(index < first, 1, span + (index >= second).long())
 
     def _check(self, engine: Engine) -> None:
-        config, student = self.config, engine.model.backbone.config
+        config, second = self.config, _second(engine)
         if (engine.guidance, engine.warp) != (Guidance(), Warp()):
             raise UserError("a one-step student holds its teacher's guidance and filters; leave guidance and warp out")
-        if config.passes == 2 and not student.second:
+        if config.passes == 2 and not second:
             raise UserError("sampler.passes 2: this student was trained for one pass alone; set it to 1")
-        if config.teacher is not None and not student.second:
-            raise UserError("sampler.teacher draws between two passes; this student was trained for one pass alone")
-        if config.teacher is not None and (config.passes != 2 or config.first >= student.second):
+        end = second if config.passes == 2 else engine.tokens
+        if config.teacher is not None and config.first >= end:
             raise UserError(
-                f"sampler.teacher draws tokens {config.first} to {student.second - 1} between two passes; set "
-                f"sampler.passes to 2 and sampler.first below {student.second}"
+                f"sampler.first is {config.first}, but sampler.teacher draws tokens before {end}; set it below {end}"
             )
-        if config.split is not None and not student.regress:
+        if config.split is not None and not getattr(engine.model.backbone.config, "regress", False):
             raise UserError("sampler.split reads a second output that this student does not have; leave it out")
+
+
+def _second(engine: Engine) -> int:
+    """Where the second pass begins that the student was trained for; 0: none."""
+    return getattr(engine.model.backbone.config, "second", 0)
 
 
 def _helper(path: Path | None, engine: Engine) -> tuple[Engine, Tensor]:

@@ -166,6 +166,7 @@ def _place(module: nn.Module, device: torch.device) -> nn.Module:
 def train_step(state: State, batches: list[Batch], step: int) -> None:
     """All turns of step `step` (counted from 0) on its micro-batches, then the average."""
     seed_process(state.loop.seed, STEP, step, state.accelerator.process_index)  # dropout draws from the global streams
+    state.objective.begin_step(step, state.ema.module)
     for turn, name in enumerate(state.objective.turns(step)):
         take_turn(state, name, turn, batches, step)
     state.ema.update_parameters(state.objective.exported())
