@@ -30,7 +30,7 @@ class EncoderConfig:
 
     Attributes:
         name: a ViT of timm, such as `vit_small_patch14_dinov2.lvd142m`; empty: a small one of the next five fields.
-        width, layers, heads: of the small one.
+        width, layers, heads: of the small one, whose patches overlap: each is read with the eight around it.
         patch: its patch in pixels; best the tokenizer's stride, for then maps need no resizing.
         side: cells in a row of its table of positions, which is resized to any other grid.
         weights: local file of the timm model's pretrained weights, read when a training starts; none: random ones.
@@ -227,7 +227,7 @@ def _vit(config: EncoderConfig) -> Any:
     if not config.name:
         if config.width % config.heads:
             raise UserError(f"control.encoder.width {config.width} must be a multiple of its heads {config.heads}")
-        return VisionTransformer(
+        vit = VisionTransformer(
             img_size=config.side * config.patch,
             patch_size=config.patch,
             embed_dim=config.width,
@@ -238,6 +238,9 @@ def _vit(config: EncoderConfig) -> Any:
             class_token=False,
             dynamic_img_size=True,
         )
+        # a patch sees its neighbours: an edge says little by itself, and attention learns late which patches are near
+        vit.patch_embed.proj = nn.Conv2d(3, config.width, 3 * config.patch, config.patch, padding=config.patch)
+        return vit
     try:
         made = timm.create_model(config.name, pretrained=False, num_classes=0, dynamic_img_size=True)
     except (RuntimeError, TypeError) as error:  # no such name; a model that has no such option
