@@ -122,7 +122,7 @@ def main() -> None:
         (out / "table.md").write_text(text)
         print(text)
         if settings.wandb:
-            from visgen.train.log import mirror_reports
+            from visgen.train.mirror import mirror_reports
 
             mirror_reports(reports, out)
 

@@ -116,7 +116,7 @@ class Report:
         lines += [f"> **Warning:** {text}" for text in data["warnings"]] + [""] * bool(data["warnings"])
         lines += ["| metric | value | bias-corrected | floor | N |", "|---|---|---|---|---|"]
         for name, score in self.scores.items():
-            cells = [_plus_minus(score), _number(score.bias_corrected), _number(score.floor), score.n or ""]
+            cells = [plus_minus(score), number(score.bias_corrected), number(score.floor), score.n or ""]
             lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
         for text in self.remarks:
             lines += ["", text]
@@ -151,7 +151,7 @@ def table(reports: Mapping[str, Report], metrics: Sequence[str]) -> str:
         missing = [m for m in metrics if m not in report.scores]
         if missing:
             raise UserError(f"report '{name}' has no '{missing[0]}'; it has {', '.join(report.scores)}")
-        lines.append(f"| {name} | " + " | ".join(_plus_minus(report.scores[m]) for m in metrics) + " |")
+        lines.append(f"| {name} | " + " | ".join(plus_minus(report.scores[m]) for m in metrics) + " |")
     hashes = {report.protocol.hash for report in reports.values()}
     return "\n".join([*lines, "", f"Protocol `{', '.join(hashes)}`; +- is one standard error."]) + "\n"
 
@@ -217,9 +217,11 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip()
 
 
-def _plus_minus(score: Score) -> str:
-    return _number(score.value) + (f" ± {score.se:.2g}" if score.se is not None else "")
+def plus_minus(score: Score) -> str:
+    """Value ± standard error."""
+    return number(score.value) + (f" ± {score.se:.2g}" if score.se is not None else "")
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Four digits, for tables; nothing for None."""
     return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"

@@ -240,5 +240,20 @@ def held_out(config: TrainConfig, data: Data) -> Data:
         return data
 
 
+def data_of(checkpoint: str) -> Any:
+    """The data config of the run that a run or step directory belongs to.
+
+    Raises:
+        UserError: no such directory, or no config.yaml in it.
+    """
+    path = Path(checkpoint)
+    found = next((p for p in (path / "config.yaml", path.parent / "config.yaml") if p.is_file()), None)
+    if found is None and not path.exists():
+        raise UserError(f"checkpoint {path} is not here; pass a run directory, or with a Hub id also --data.kind")
+    if found is None:
+        raise UserError(f"there is no config.yaml in {path} that names the data; pass --data.kind and its settings")
+    return configs.load(TrainConfig, values=configs.read_yaml(found)).data
+
+
 if __name__ == "__main__":
     main()
