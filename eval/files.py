@@ -23,7 +23,6 @@ from visgen.config import UserError
 from visgen.launch import Progress, device_of, writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.image_files import open_images
-from visgen.metrics.images import ImageAudit
 from visgen.metrics.report import Report
 from visgen.tally import Tally, load_bundle, protocol_of, require_reference
 
@@ -80,13 +79,9 @@ def main() -> None:
         ref = load_bundle(settings.reference, extractor, world, settings.allow_lossy, step)
     require_reference(ref, images.size)
     tally = Tally(extractor, ref, images.n, min(settings.groups, images.n), world, settings.allow_small)
-    audit, start, done = ImageAudit(images.n), time.perf_counter(), 0
+    start = time.perf_counter()
     with Progress("images", world.rank == 0) as step:
-        for pixels, index in images.rows(extractor.batch, world.rank, world.size):
-            tally.update(extractor(audit.update(pixels, index)), index)
-            done += len(index)
-            step(min(done * world.size, images.n), images.n)
-    audit.reduce(world.sum)
+        checks = tally.take(images.rows(extractor.batch, world.rank, world.size), extractor, step)
     scores = tally.scores()
     if world.rank:
         return
@@ -96,8 +91,8 @@ def main() -> None:
         protocol_of(extractor, ref, images.n, "source", settings.groups, side),
         scores,
         model={"ckpt": str(settings.images)},
-        sampling={"images": audit.hash, "reference": dict(ref.facts)},
-        checks=audit.checks(),
+        sampling={"reference": dict(ref.facts)},
+        checks=checks,
         speed={"img_per_s": images.n / seconds, "device": str(extractor.device)},
         command=shlex.join(["python", *sys.argv]),
         duration_s=seconds,

@@ -24,11 +24,12 @@ from visgen.evaluate import World
 from visgen.generate import Generator, SamplingConfig, at_a_time
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor
+from visgen.metrics.image_files import NpzWriter
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.protocol import SamplePlan
 
 Drawn = Iterator[tuple[Tensor, Tensor, Tensor]]  # pixels uint8 [B, 3, H, W], index [B], NFE of each image [B]
-CHUNK = 2000  # images of a chunk, unless told
+CHUNK = 512  # images of a chunk, unless told
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Work:
         draw: the images of a range of indices, in batches.
         extractor: what looks at them.
         n: images in all.
-        shown: the first images, whose pixels are kept; -1 keeps all.
+        shown: how many images, the first ones, keep their pixels.
     """
 
     draw: Callable[[range], Drawn]
@@ -83,9 +84,9 @@ def identity_of(
 
 
 def weights_of(checkpoint: str, step: Any) -> str:
-    """16 hex digits of the SHA-256 of a checkpoint's weight file; of a Hub id its name."""
+    """16 hex digits of the SHA-256 of a checkpoint's weight file; of a Hub id its name and step."""
     if not Path(checkpoint).exists():
-        return checkpoint
+        return f"{checkpoint}:{step}"
     with open(find_step(Path(checkpoint), step) / WEIGHTS, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -93,14 +94,14 @@ def weights_of(checkpoint: str, step: Any) -> str:
 def fill(
     work: Work, store: ChunkStore, world: World, on_step: Callable[[int, int], None] | None = None
 ) -> Iterator[tuple[range, dict[str, Tensor]]]:
-    """This process's chunks, those that are there first: (indices, tensors). The missing ones are made and kept.
+    """This process's chunks, in order: (indices, tensors). The missing ones are made and kept.
 
     The tensors: the extractor's outputs `feature.NAME` [c, D] float32, `keys` [c] and `counts` [3] of the audit, `nfe`
     [c], and `pixels` of the images shown.
     """
     ready, missing = store.shares(world.rank, world.size, world.sum)
     done = 0
-    for i in [*ready, *missing]:
+    for i in sorted([*ready, *missing]):
         part = store.part(i)
         if i not in ready:
             store.save(i, make_chunk(work, part))
@@ -121,11 +122,10 @@ def make_chunk(work: Work, part: range) -> dict[str, Tensor]:
         for name, value in work.extractor(scored).items():
             filled[f"feature.{name}"][place] = value.cpu()
         nfe[place] = evaluations.to(nfe)
-        shown = scored if work.shown < 0 else scored[index < work.shown]
-        pixels.append(shown.cpu())
+        pixels.append(scored[index < work.shown].cpu())
     audit.require_complete()
     for name, value in filled.items():
-        require_finite(value, part, name)
+        require_finite(value, part, name.removeprefix("feature."))
     kept = {"keys": audit.keys, "counts": audit.counts, "nfe": nfe}
     shown = torch.cat(pixels)
     return {**filled, **kept, **({"pixels": shown} if len(shown) else {})}
@@ -161,3 +161,23 @@ class Whole:
     def reduce(self, world: World) -> None:
         self.audit.reduce(world.sum)
         self.nfe, self.pixels = world.sum(self.nfe), world.sum(self.pixels)
+
+
+def outputs(chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The extractor's outputs of a chunk, by name."""
+    return {name.removeprefix("feature."): x for name, x in chunk.items() if name.startswith("feature.")}
+
+
+def export_npz(store: ChunkStore, path: Path, size: tuple[int, int]) -> None:
+    """Writes the pixels of all chunks, in the plan's order, as the .npz of the ADM suite; one chunk in memory.
+
+    Raises:
+        UserError: a chunk without all of its pixels.
+    """
+    writer = NpzWriter(path, store.n, size)
+    for i in range(len(store)):
+        pixels = store.load(i).get("pixels")
+        if pixels is None or len(pixels) != len(store.part(i)):
+            raise UserError(f"{store.folder}: chunk {i} was made without pixels; delete {store.folder}")
+        writer.write(pixels)
+    writer.close()

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visgen.config import UserError
-from visgen.evaluate import Reference, World
+from visgen.evaluate import Reference, Rows, World
 from visgen.metrics.features import RANDOM, FeatureExtractor
 from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
 from visgen.metrics.image_files import KEY, open_images
@@ -220,8 +220,16 @@ class Tally:
     """
 
     def __init__(
-        self, extractor: FeatureExtractor, ref: Bundle, n: int, groups: int, world: World, allow_small: bool = False
+        self,
+        extractor: FeatureExtractor,
+        ref: Bundle,
+        n: int,
+        groups: int,
+        world: World,
+        allow_small: bool = False,
+        neighbours: bool = True,
     ) -> None:
+        self.neighbours = neighbours  # precision and recall
         self.ref, self.n, self.groups, self.world, self.allow_small = ref, n, groups, world, allow_small
         self.id = extractor.id
         for count, what in ((n, "images"), (ref.pool.n, "reference images")):
@@ -254,6 +262,17 @@ class Tally:
         if self.bank is not None:
             self.bank.update(outputs["pool"], index)
 
+    def take(self, rows: Rows, extractor: FeatureExtractor, on_step: OnStep = None) -> dict[str, float]:
+        """Adds this process's images of a stream of (pixels, index); the checks on all of them."""
+        audit, done = ImageAudit(self.n), 0
+        for pixels, index in rows:
+            self.update(extractor(audit.update(pixels, index)), index)
+            done += len(index)
+            if on_step is not None:
+                on_step(min(done * self.world.size, self.n), self.n)
+        audit.reduce(self.world.sum)
+        return audit.checks()
+
     def scores(self) -> dict[str, Score]:
         """Over all processes."""
         ours = self.id.removesuffix(RANDOM) in INCEPTIONS
@@ -274,5 +293,5 @@ class Tally:
             k = NEIGHBOURS.get(self.id.removesuffix(RANDOM), 3)
             if min(len(mine), len(theirs)) > k:
                 out["kid"] = kid(mine, theirs)
-                out |= precision_recall(mine, theirs, k)
+                out |= precision_recall(mine, theirs, k) if self.neighbours else {}
         return out
