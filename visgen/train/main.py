@@ -26,6 +26,7 @@ from visgen.train.log import LogConfig
 from visgen.train.loop import fit, make_accelerator
 from visgen.train.optim import OptimConfig
 from visgen.train.rehearsal import allocating, parameters, rehearse, require_memory
+from visgen.train.scoring import ScoreConfig, Scoring
 from visgen.train.seeds import BUILD, seed_process
 from visgen.train.state import LoopConfig
 
@@ -43,7 +44,7 @@ _NEUTRAL_LOOP = (
     "eval_every",
     "eval_samples",
 )
-NEUTRAL = ("log", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
+NEUTRAL = ("log", "score", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class TrainConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     log: LogConfig = field(default_factory=LogConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     dry_run: bool = False
 
 
@@ -110,6 +112,7 @@ def train(argv: list[str]) -> None:
             resume=resume,
             values=configs.dump(config),
             held_out=lambda: held_out(config, data),
+            scoring=Scoring(config.score, config.data) if config.score.every else None,
         )
         accelerator.end_training()
 
