@@ -120,6 +120,19 @@ def test_all_scores_of_the_suite(tmp_path: Path) -> None:
     assert scores["fid"].value > 10 * abs(tally(extractor, ref, images(90))["fid"].value)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_all_scores_on_a_gpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        extractor = small_extractor()
+        if device == "cuda":
+            extractor.device, extractor.network = torch.device(device), extractor.network.to(device)
+        ref = make_bundle("set", rows(images(90)), 90, extractor, World(), {})
+        found.append(tally(extractor, ref, images(80, 1)))
+    for name, score in found[0].items():
+        assert found[1][name].value == pytest.approx(score.value, rel=1e-4), name
+
+
 def test_nan_features_and_small_sets_are_refused() -> None:
     extractor = small_extractor()
     ref = make_bundle("set", rows(images(90)), 90, extractor, World(), {})

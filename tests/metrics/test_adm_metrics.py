@@ -16,6 +16,7 @@ from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.image_files import FolderImages, NpzImages, NpzWriter
 from visgen.metrics.inception_score import InceptionScore
 from visgen.metrics.prdc import precision_recall
+from visgen.metrics.report import diagnose
 
 
 def normal(n: int, dim: int = 6, seed: int = 0, shift: float = 0.0) -> torch.Tensor:
@@ -96,6 +97,9 @@ def test_inception_score_of_a_sorted_file_is_too_low_and_processes_add_up() -> N
         return shares[0].score().value
 
     assert value(logits) < 2.1 and value(logits[mixed]) > 7
+    whole = InceptionScore(10, 200, chunk=40)
+    whole.update(logits, torch.arange(200))
+    assert "sorted by class?" in diagnose({"inception_score": whole.score()}, {})[0]
     assert value(logits[mixed], 3) == pytest.approx(value(logits[mixed]), rel=1e-12)
     with pytest.raises(UserError, match="0 of 200 images were scored"):
         InceptionScore(10, 200).score()

@@ -68,6 +68,8 @@ def pareto(
         axes.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axes.annotate(name, (0.005, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_xscale("log")
+    for kind in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        kind("{x:g}")
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_title(title, fontsize=10)

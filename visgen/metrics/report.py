@@ -177,6 +177,8 @@ def diagnose(scores: Mapping[str, Score], checks: Mapping[str, Any]) -> list[str
         if terms.get("mean", 0.0) > 0.3 * abs(score.value) and score.floor and score.value > 3 * score.floor:
             share = terms["mean"] / score.value
             found.append(f"{name}: {share:.0%} of it is the mean term: a colour or denormalisation error?")
+        if terms.get("single", 0.0) > 1.5 * score.value and terms.get("chunks", 1) > 1:
+            found.append(f"{name}: {terms['single']:.3g} over all images at once: are they sorted by class?")
         if terms.get("rank_ok") == 0:
             found.append(f"{name}: fewer images than feature dimensions, the covariance is singular")
         if score.floor and score.se and score.value <= score.floor + 2 * score.se:
