@@ -2,6 +2,8 @@
 
 python eval/fid.py --checkpoint assets/fashion32 --data.kind fashion_mnist --n 10000 --out out/eval/fashion32
 python eval/fid.py ... --rows generated real recon marginals     # with the rows that make a number readable
+accelerate launch eval/fid.py --checkpoint runs/ar_l --data.kind folder --data.root IMAGENET --n 50000 \
+    --extractor adm-tf1 --weights pt_inception-2015-12-05-6726825d.pth --reference VIRTUAL_imagenet256_labeled.npz
 """
 
 from __future__ import annotations
@@ -9,23 +11,29 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from visgen import config as configs
 from visgen import evaluate as ev
+from visgen import scale
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator, SamplingConfig
 from visgen.launch import Progress, writable
 from visgen.loading import load
-from visgen.metrics.features import build_extractor
-from visgen.metrics.protocol import SamplePlan
+from visgen.metrics.chunks import ChunkStore
+from visgen.metrics.features import FeatureExtractor, build_extractor
+from visgen.metrics.protocol import EvalProtocol, SamplePlan
 from visgen.metrics.report import Report, table
 from visgen.sample import describe
+from visgen.scale import CHUNK
+from visgen.tally import Bundle, Tally, load_bundle, protocol_of, require_reference
 
 Row = Literal["generated", "real", "recon", "marginals"]
 
@@ -48,6 +56,12 @@ class FidConfig(SamplingConfig):
         groups: jackknife groups; 1 leaves the error out.
         allow_small: score although N does not exceed the feature width.
         reference_cache: file that keeps the reference's features between runs.
+        reference: in the held-out split's stead, a file of eval/reference.py, or an .npz of the ADM suite; with
+            --extractor adm-tf1 the scores are FID, sFID and Inception Score.
+        neighbours: precision and recall too.
+        chunk: generated images of a chunk: what an interruption costs. The same command goes on where it was, with any
+            number of processes.
+        npz: write the generated images to OUT/generated/samples.npz, as the ADM suite reads them.
         wandb: mirror the reports to Weights & Biases (offline without a key).
         out: directory of the reports.
     """
@@ -65,6 +79,10 @@ class FidConfig(SamplingConfig):
     groups: Positive = 25
     allow_small: bool = False
     reference_cache: Path | None = None
+    reference: Path | None = None
+    neighbours: bool = False
+    chunk: Positive = CHUNK
+    npz: bool = False
     wandb: bool = False
     out: Path = Path("out/eval/fid")
 
@@ -85,7 +103,8 @@ def main() -> None:
     held_out = ev.build_pictures(settings.data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
-    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)
+    n_ref = ref_n if settings.reference is None else 0  # a file tells its own, and is read below
+    ev.check_size(plan, n_ref, extractor, settings.groups, settings.allow_small)
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
@@ -95,14 +114,25 @@ def main() -> None:
     train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
     chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
     with Progress("reference", world.rank == 0) as step:
-        ref = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
-    protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)
+        if settings.reference is not None:
+            ref = load_bundle(settings.reference, extractor, world, on_step=step)
+            require_reference(ref, held_out.image_size)
+            protocol = protocol_of(extractor, ref, plan.n, plan.mode, settings.groups, held_out.image_size[0])
+        else:
+            split = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
+            ref = Bundle.of(split)
+            protocol = ev.protocol_of(extractor, split, held_out, plan, settings.groups)
     reports: dict[str, Report] = {}
     for row in settings.rows:
         start = time.perf_counter()
+        tally = Tally(extractor, ref, plan.n, settings.groups, world, settings.allow_small, settings.neighbours)
         with Progress(row, world.rank == 0) as step:
-            images = make_rows(row, settings, generator, train, chosen, plan, world)
-            scores, checks = ev.score(images, ref, extractor, protocol, world, settings.allow_small, step)
+            if row == "generated" and generator:
+                checks = score_generated(generator, settings, plan, extractor, tally, protocol, step)
+            else:
+                images = make_rows(row, settings, generator, train, chosen, plan, world)
+                checks = tally.take(images, extractor, step)
+        scores = tally.scores()
         seconds = time.perf_counter() - start
         about = describe(settings, generator) if row == "generated" and generator else {}
         reports[row] = Report(
@@ -122,9 +152,37 @@ def main() -> None:
         (out / "table.md").write_text(text)
         print(text)
         if settings.wandb:
-            from visgen.train.log import mirror_reports
+            from visgen.train.mirror import mirror_reports
 
             mirror_reports(reports, out)
+
+
+def score_generated(
+    generator: Generator,
+    settings: FidConfig,
+    plan: SamplePlan,
+    extractor: FeatureExtractor,
+    tally: Tally,
+    protocol: EvalProtocol,
+    on_step: Callable[[int, int], None],
+) -> dict[str, float]:
+    """Draws the plan in chunks that an interruption leaves in OUT/generated, and sums them up; the checks on them."""
+    world, folder = tally.world, settings.out / "generated"
+    identity = scale.identity_of(generator, settings.checkpoint, settings.step, settings, plan, extractor)
+    identity |= {"protocol": protocol.hash, "npz": str(settings.npz)}
+    store = ChunkStore(folder / "chunks", identity, plan.n, settings.chunk, world.rank)
+    shown = plan.n if settings.npz else 0
+    work = scale.Work(lambda part: scale.drawn(generator, plan, settings, part), extractor, plan.n, shown)
+    whole = scale.Whole(plan.n)
+    for part, chunk in scale.fill(work, store, world, on_step):
+        tally.update(scale.outputs(chunk), torch.arange(part.start, part.stop))
+        whole.add(part, chunk)
+    whole.reduce(world)
+    if world.rank == 0:
+        if settings.npz:
+            scale.export_npz(store, folder / "samples.npz", generator.tokenizer.image_size)
+        store.remove()
+    return whole.audit.checks()
 
 
 def make_rows(
@@ -141,8 +199,6 @@ def make_rows(
     if row == "real":
         return ev.pictures(train, chosen, world)
     assert generator is not None
-    if row == "generated":
-        return ev.generated(generator, plan, settings, world)
     if row == "recon":
         return ev.round_trip(generator.tokenizer, ev.pictures(train, chosen, world, batch))
     return ev.marginals(generator.tokenizer, train, plan, world, batch)

@@ -36,7 +36,7 @@ from visgen.metrics.report import Report
 from visgen.pictures import grid
 from visgen.sample import describe
 from visgen.small_set import SmallSet
-from visgen.train.main import TrainConfig
+from visgen.train.main import data_of
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,6 @@ def sheet(images: Tensor, distance: Tensor, index: Tensor, data: SmallSet, shown
     height = max(b.shape[0] for b, _ in blocks)
     padded = [np.pad(b, ((0, height - b.shape[0]), (0, gap), (0, 0)), constant_values=255) for b, gap in blocks]
     return Image.fromarray(np.concatenate(padded, 1))
-
-
-def data_of(checkpoint: str) -> Any:
-    """The data config of the run that a run or step directory belongs to."""
-    path = Path(checkpoint)
-    found = next((p for p in (path / "config.yaml", path.parent / "config.yaml") if p.is_file()), None)
-    if found is None and not path.exists():
-        raise UserError(f"checkpoint {path} is not here; pass a run directory, or with a Hub id also --data.kind")
-    if found is None:
-        raise UserError(f"there is no config.yaml in {path} that names the data; pass --data.kind and its settings")
-    return configs.load(TrainConfig, values=configs.read_yaml(found)).data
 
 
 if __name__ == "__main__":

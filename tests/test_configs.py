@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -62,6 +63,7 @@ def program_of(path: str, text: str) -> str:
     return found[1] or found[2]
 
 
+@functools.cache  # programs are no modules: loaded again, their classes are others
 def config_class(program: str) -> type:
     """The dataclass that a program fills."""
     known = {"train.py": TrainConfig, "sample.py": SampleConfig}

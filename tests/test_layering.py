@@ -13,7 +13,8 @@ LAYERS = (
     "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
     "backbones / model / samplers / objectives / checkpoint prompts hints sampling / generate / "
     "loading known pictures captions / encode convert sample evaluate speed exactness mutants / "
-    "small_set clip_score maps trajectories vectors speed_blocks / control_set rollout / train / programs"
+    "small_set clip_score maps trajectories vectors speed_blocks scale tally / control_set rollout sweep / "
+    "sweep_report / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {"data": {"checks", "config"}, "metrics": {"config"}}  # stricter than their layer

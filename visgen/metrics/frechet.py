@@ -140,8 +140,14 @@ class Moments:
         return self
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """Replaces the sums by those over all processes."""
-        self.count, self.total, self.outer = (all_reduce(t) for t in self._sums())
+        """Replaces the sums by those over all processes, in one reduction: the outer sums go as upper triangles."""
+        row, column = torch.triu_indices(self.dim, self.dim, device=self.outer.device)
+        parts = [self.count, self.total, self.outer[:, row, column]]
+        whole = all_reduce(torch.cat([part.flatten() for part in parts]))
+        sums = [x.view_as(part) for x, part in zip(whole.split([p.numel() for p in parts]), parts, strict=True)]
+        self.count, self.total = sums[0].clone(), sums[1].clone()
+        self.outer[:, row, column] = sums[2]
+        self.outer[:, column, row] = sums[2]
 
     def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.count, self.total, self.outer

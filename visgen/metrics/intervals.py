@@ -50,3 +50,13 @@ def normal_p(difference: float, se: float) -> float:
     if se == 0:
         return float(difference == 0)
     return math.erfc(abs(difference) / se / math.sqrt(2))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values adjusted for their number, each to be compared with the level itself (Holm 1979)."""
+    order = sorted(range(len(p)), key=lambda i: p[i])
+    out, largest = [1.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, (len(p) - rank) * p[i])
+        out[i] = min(1.0, largest)
+    return out

@@ -116,7 +116,7 @@ class Report:
         lines += [f"> **Warning:** {text}" for text in data["warnings"]] + [""] * bool(data["warnings"])
         lines += ["| metric | value | bias-corrected | floor | N |", "|---|---|---|---|---|"]
         for name, score in self.scores.items():
-            cells = [_plus_minus(score), _number(score.bias_corrected), _number(score.floor), score.n or ""]
+            cells = [plus_minus(score), number(score.bias_corrected), number(score.floor), score.n or ""]
             lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
         for text in self.remarks:
             lines += ["", text]
@@ -151,7 +151,7 @@ def table(reports: Mapping[str, Report], metrics: Sequence[str]) -> str:
         missing = [m for m in metrics if m not in report.scores]
         if missing:
             raise UserError(f"report '{name}' has no '{missing[0]}'; it has {', '.join(report.scores)}")
-        lines.append(f"| {name} | " + " | ".join(_plus_minus(report.scores[m]) for m in metrics) + " |")
+        lines.append(f"| {name} | " + " | ".join(plus_minus(report.scores[m]) for m in metrics) + " |")
     hashes = {report.protocol.hash for report in reports.values()}
     return "\n".join([*lines, "", f"Protocol `{', '.join(hashes)}`; +- is one standard error."]) + "\n"
 
@@ -177,6 +177,8 @@ def diagnose(scores: Mapping[str, Score], checks: Mapping[str, Any]) -> list[str
         if terms.get("mean", 0.0) > 0.3 * abs(score.value) and score.floor and score.value > 3 * score.floor:
             share = terms["mean"] / score.value
             found.append(f"{name}: {share:.0%} of it is the mean term: a colour or denormalisation error?")
+        if terms.get("single", 0.0) > 1.5 * score.value and terms.get("chunks", 1) > 1:
+            found.append(f"{name}: {terms['single']:.3g} over all images at once: are they sorted by class?")
         if terms.get("rank_ok") == 0:
             found.append(f"{name}: fewer images than feature dimensions, the covariance is singular")
         if score.floor and score.se and score.value <= score.floor + 2 * score.se:
@@ -217,9 +219,11 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip()
 
 
-def _plus_minus(score: Score) -> str:
-    return _number(score.value) + (f" ± {score.se:.2g}" if score.se is not None else "")
+def plus_minus(score: Score) -> str:
+    """Value ± standard error."""
+    return number(score.value) + (f" ± {score.se:.2g}" if score.se is not None else "")
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Four digits, for tables; nothing for None."""
     return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"

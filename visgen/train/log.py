@@ -12,7 +12,6 @@ import math
 import netrc
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from visgen.config import UserError
-from visgen.metrics.report import Report
 
 
 @dataclass(frozen=True)
@@ -215,15 +213,6 @@ def start_wandb(config: LogConfig, run: Path, values: Mapping[str, Any], job: st
         where = run / "wandb"
         return started, f"W&B: offline ({why}), files in {where}; `wandb sync {where}/offline-run-*` uploads them"
     return started, f"W&B: {started.url or mode}"
-
-
-def mirror_reports(reports: Mapping[str, Report], out: Path) -> None:
-    """Mirrors evaluation reports, one per row of a table, into one W&B run: `eval/<protocol>/<metric>/<row>`."""
-    values = {row: report.to_dict() for row, report in reports.items()}
-    run, line = start_wandb(LogConfig(), out, values, job="eval")
-    run.log({f"{key}/{row}": value for row, report in reports.items() for key, value in report.flat().items()})
-    run.finish()
-    print(line, file=sys.stderr)
 
 
 def has_wandb_key() -> bool:

@@ -32,6 +32,7 @@ from visgen.train.held_out import Best, held_out_losses, preview_batch
 from visgen.train.log import Clock, Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
+from visgen.train.scoring import Scoring
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
 from visgen.train.state import LoopConfig, State, keep_tokenizer, load, mend_export, save
 
@@ -49,6 +50,7 @@ def fit(
     resume: Path | None = None,
     values: Mapping[str, Any] | None = None,
     held_out: Callable[[], Data] | None = None,
+    scoring: Scoring | None = None,
 ) -> None:
     """Trains `objective` on `data` in the run directory `run`.
 
@@ -56,6 +58,7 @@ def fit(
         resume: a step directory to continue from.
         values: the resolved config, for W&B.
         held_out: makes the data that previews and held-out losses are of; default `data`.
+        scoring: distances of drawn images, on all processes.
 
     Raises:
         UserError: settings that do not fit together, what the objective's `setup` refuses, a loss that is not finite.
@@ -67,6 +70,8 @@ def fit(
     objective.setup(data)
     data = objective.reading(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
+    if scoring is not None:
+        scoring.prepare(objective, accelerator)
     start = load(state, resume) if resume is not None else 0
     if accelerator.is_main_process:
         checkpoint.clean(run)
@@ -95,6 +100,8 @@ def fit(
             out.advance()
             with clock.paused():
                 improved = _evaluate(state, spare if looks else None, done, out)
+                if scoring is not None and scoring.due(done, loop.steps):
+                    out.metrics(done, scoring.measure(state.ema.module))
             saving = improved or _enough(state) or _due(done, loop.save_every, loop.steps)
             if saving or done % loop.log_every == 0:
                 means = read_meter(state, step)  # also before every save: a poisoned state is never saved

@@ -26,6 +26,7 @@ from visgen.train.log import LogConfig
 from visgen.train.loop import fit, make_accelerator
 from visgen.train.optim import OptimConfig
 from visgen.train.rehearsal import allocating, parameters, rehearse, require_memory
+from visgen.train.scoring import ScoreConfig, Scoring
 from visgen.train.seeds import BUILD, seed_process
 from visgen.train.state import LoopConfig
 
@@ -43,7 +44,7 @@ _NEUTRAL_LOOP = (
     "eval_every",
     "eval_samples",
 )
-NEUTRAL = ("log", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
+NEUTRAL = ("log", "score", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class TrainConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     log: LogConfig = field(default_factory=LogConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     dry_run: bool = False
 
 
@@ -110,6 +112,7 @@ def train(argv: list[str]) -> None:
             resume=resume,
             values=configs.dump(config),
             held_out=lambda: held_out(config, data),
+            scoring=Scoring(config.score, config.data) if config.score.every else None,
         )
         accelerator.end_training()
 
@@ -238,6 +241,21 @@ def held_out(config: TrainConfig, data: Data) -> Data:
             raise UserError(f"loop.eval_every needs a held-out split ({error}); or set loop.eval_every 0") from None
         print(f"previews are of training samples: {error}", file=sys.stderr)
         return data
+
+
+def data_of(checkpoint: str) -> Any:
+    """The data config of the run that a run or step directory belongs to.
+
+    Raises:
+        UserError: no such directory, or no config.yaml in it.
+    """
+    path = Path(checkpoint)
+    found = next((p for p in (path / "config.yaml", path.parent / "config.yaml") if p.is_file()), None)
+    if found is None and not path.exists():
+        raise UserError(f"checkpoint {path} is not here; pass a run directory, or with a Hub id also --data.kind")
+    if found is None:
+        raise UserError(f"there is no config.yaml in {path} that names the data; pass --data.kind and its settings")
+    return configs.load(TrainConfig, values=configs.read_yaml(found)).data
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""What is known of a long evaluation so far, on disk: one file a chunk of the plan, so that a kill costs one chunk.
+
+    FOLDER/manifest.json         what is evaluated (a hash by name) and how it is cut up
+    FOLDER/chunk_00003.safetensors    features, image hashes and more of one contiguous range of indices, in their order
+
+A file is written beside its place and moved there when it is complete. Chunks belong to nobody: those that are missing
+are dealt out anew to however many processes there are. The bytes of a chunk carry their own hash, so one that a full or
+failing disk has damaged is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visgen.config import UserError
+from visgen.metrics.images import AllReduce
+
+MANIFEST = "manifest.json"
+
+
+class ChunkStore:
+    """The chunks of one evaluation.
+
+    Args:
+        folder: where they lie.
+        identity: what they depend on, by name; another value of any refuses to go on.
+        n: images in all.
+        size: images of a chunk.
+
+    Raises:
+        UserError: the folder holds chunks of something else; the message names what differs.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, str], n: int, size: int, rank: int = 0) -> None:
+        self.folder, self.n, self.size, self.rank = folder, n, size, rank
+        wanted = {**{k: str(v) for k, v in identity.items()}, "n": str(n), "chunk": str(size)}
+        path = folder / MANIFEST
+        if path.is_file():
+            try:
+                held = json.loads(path.read_text())
+            except json.JSONDecodeError:
+                raise UserError(f"{path} is damaged; delete {folder} to begin anew") from None
+            for name in sorted({*held, *wanted}):
+                if held.get(name) != wanted.get(name):
+                    raise UserError(
+                        f"{folder} holds chunks of {name} {held.get(name)}, this run has {wanted.get(name)}; "
+                        "delete it, or pass another --out"
+                    )
+        elif rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(wanted, indent=1, sort_keys=True).encode())
+
+    def __len__(self) -> int:
+        return -(-self.n // self.size)
+
+    def part(self, i: int) -> range:
+        """The indices of chunk i."""
+        return range(i * self.size, min((i + 1) * self.size, self.n))
+
+    def shares(self, rank: int, world: int, all_reduce: AllReduce) -> tuple[list[int], list[int]]:
+        """(chunks that are there, chunks to make) of this process, each chunk in one share exactly.
+
+        The main process looks, so that all agree, whatever others have made since.
+        """
+        there = torch.zeros(len(self), dtype=torch.int64)
+        if rank == 0:
+            there = torch.tensor([int(self._intact(i)) for i in range(len(self))])
+        there = all_reduce(there)
+        done, missing = (torch.nonzero(there == value).flatten().tolist() for value in (1, 0))
+        return done[rank::world], missing[rank::world]
+
+    def save(self, i: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes chunk i: tensors on the CPU."""
+        kept = {name: value.contiguous() for name, value in tensors.items()}
+        path = self._path(i)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file(kept, temporary, {"sha256": _hash(kept)})
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be written ({error}); make room, chunks that are there stay") from error
+
+    def load(self, i: int) -> dict[str, Tensor]:
+        """The tensors of chunk i.
+
+        Raises:
+            UserError: it is not there or damaged.
+        """
+        found = self._read(i)
+        if found is None:
+            raise UserError(f"{self._path(i)} is missing or damaged; run the command again, it makes this chunk anew")
+        return found
+
+    def remove(self) -> None:
+        """Deletes the chunks and the manifest."""
+        for path in [*self.folder.glob("chunk_*.safetensors"), *self.folder.glob(".chunk_*.tmp")]:
+            path.unlink()
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        self.folder.rmdir()
+
+    def _path(self, i: int) -> Path:
+        return self.folder / f"chunk_{i:05d}.safetensors"
+
+    def _intact(self, i: int) -> bool:
+        return self._path(i).is_file() and self._read(i) is not None
+
+    def _read(self, i: int) -> dict[str, Tensor] | None:
+        try:
+            with safe_open(self._path(i), framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                told = (file.metadata() or {}).get("sha256")
+        except (SafetensorError, OSError):
+            return None
+        return tensors if told == _hash(tensors) else None
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

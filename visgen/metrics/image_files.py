@@ -1,0 +1,169 @@
+"""Images in files: the ADM suite's `.npz` (one array `arr_0`, uint8 [N, H, W, 3]) and folders, read as a stream."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from visgen.config import UserError
+
+KEY = "arr_0"
+LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
+LOSSY = (".jpg", ".jpeg")
+
+
+class NpzImages:
+    """The images of an .npz; they are never all in memory.
+
+    Raises:
+        UserError: no such file, no `arr_0`, not uint8 [N, H, W, 3] in C order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise UserError(f"{path} is no file; pass a folder, or an .npz with uint8 images [N, H, W, 3] as '{KEY}'")
+        if not zipfile.is_zipfile(path):
+            raise UserError(f"{path} is no .npz (a zip of arrays); write it with numpy.savez, or `eval/fid.py --npz`")
+        with zipfile.ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            if KEY not in names:
+                raise UserError(f"{path} holds {', '.join(names)}, but no images under '{KEY}'")
+            try:
+                with archive.open(f"{KEY}.npy") as file:
+                    shape, fortran, dtype = _header(file)
+            except (zipfile.BadZipFile, zlib.error, ValueError) as error:
+                raise UserError(f"{path} is damaged ({error}); copy it again") from None
+        if dtype != np.uint8 or len(shape) != 4 or shape[-1] != 3 or fortran:
+            order = " in Fortran order" if fortran else ""
+            raise UserError(
+                f"{path}: '{KEY}' is {dtype} {list(shape)}{order}; expected uint8 [N, H, W, 3], values 0 to 255"
+            )
+        self.n, self.size = shape[0], shape[1:3]
+        self.shape = shape
+
+    def rows(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """(uint8 [B, 3, H, W], index [B]) in file order; this process's batches of them."""
+        each = int(np.prod(self.shape[1:]))
+        with zipfile.ZipFile(self.path) as archive, archive.open(f"{KEY}.npy") as file:
+            for turn, start in enumerate(range(0, self.n, batch)):
+                count = min(batch, self.n - start)
+                try:
+                    if start == 0:
+                        _header(file)
+                    data = file.read(count * each)
+                except (zipfile.BadZipFile, zlib.error) as error:
+                    raise UserError(f"{self.path} is damaged near image {start} ({error}); copy it again") from None
+                if len(data) < count * each:
+                    raise UserError(f"{self.path} ends within image {start + len(data) // each}; copy it again")
+                if turn % world == rank:
+                    pixels = np.frombuffer(data, np.uint8).reshape(count, *self.shape[1:])
+                    yield torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2), torch.arange(start, start + count)
+
+
+class FolderImages:
+    """The images of a folder and its sub-folders, by sorted path.
+
+    Args:
+        lossy: take .jpg too: scoring what JPEG has changed moves FID (2.50 to 5.80 in one published case).
+
+    Raises:
+        UserError: no such folder, no images, lossy ones without `lossy`.
+    """
+
+    size: tuple[int, int] | None = None  # may differ from image to image
+
+    def __init__(self, path: Path, lossy: bool = False) -> None:
+        if not path.is_dir():
+            raise UserError(f"{path} is no folder; pass a folder of PNG images, or an .npz")
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in LOSSLESS + LOSSY)
+        bad = next((p for p in files if p.suffix.lower() in LOSSY), None)
+        if bad is not None and not lossy:
+            raise UserError(f"{bad} is a JPEG, which changes what is scored; save PNG, or pass --allow-lossy")
+        if not files:
+            raise UserError(f"folder {path} holds no image ({', '.join(LOSSLESS)})")
+        self.files, self.n = files, len(files)
+
+    def rows(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """(uint8 [B, 3, H, W], index [B]): this process's images, in batches of equal size in pixels."""
+        held: list[Tensor] = []
+        where: list[int] = []
+        for i in range(rank, self.n, world):
+            image = self._read(i)
+            if held and (len(held) == batch or image.shape != held[0].shape):
+                yield torch.stack(held), torch.tensor(where)
+                held, where = [], []
+            held.append(image)
+            where.append(i)
+        if held:
+            yield torch.stack(held), torch.tensor(where)
+
+    def _read(self, i: int) -> Tensor:
+        try:
+            with Image.open(self.files[i]) as image:
+                return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        except (UnidentifiedImageError, OSError) as error:
+            raise UserError(f"image {self.files[i]} cannot be read ({error}); remove it or write it again") from None
+
+
+def open_images(path: Path, lossy: bool = False) -> NpzImages | FolderImages:
+    """The images of an .npz or a folder."""
+    return FolderImages(path, lossy) if path.is_dir() else NpzImages(path)
+
+
+class NpzWriter:
+    """Writes uint8 images [B, 3, H, W] one batch after the other into one .npz with `arr_0`; constant memory.
+
+    A file that is not complete never stands at `path`.
+
+    Args:
+        n: images that will come.
+        size: (H, W).
+    """
+
+    def __init__(self, path: Path, n: int, size: tuple[int, int]) -> None:
+        self.path, self.n, self.size, self.written = path, n, size, 0
+        self.temporary = path.with_name(f".{path.name}.tmp")
+        self.archive = zipfile.ZipFile(self.temporary, "w", zipfile.ZIP_STORED, allowZip64=True)
+        self.member = self.archive.open(f"{KEY}.npy", "w", force_zip64=True)
+        header = {"descr": "|u1", "fortran_order": False, "shape": (n, *size, 3)}
+        np.lib.format.write_array_header_1_0(self.member, header)
+
+    def write(self, images: Tensor) -> None:
+        if images.dtype != torch.uint8 or images.shape[1:] != (3, *self.size):
+            raise UserError(
+                f"images {images.dtype} {list(images.shape)} do not fit {self.path}; expected uint8 [B, 3, "
+                f"{self.size[0]}, {self.size[1]}]"
+            )
+        self.member.write(images.permute(0, 2, 3, 1).contiguous().numpy().tobytes())
+        self.written += len(images)
+
+    def close(self) -> None:
+        """Moves the file to its place.
+
+        Raises:
+            UserError: not all n images were written.
+        """
+        self.member.close()
+        self.archive.close()
+        if self.written != self.n:
+            self.temporary.unlink()
+            raise UserError(f"{self.path}: {self.written} of {self.n} images were written; not kept")
+        os.replace(self.temporary, self.path)
+
+
+def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    stream: BinaryIO = file
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    return shape, fortran, dtype
