@@ -23,7 +23,7 @@ from visgen import evaluate as ev
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed, Weight
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.hints import HintConfig, choose
 from visgen.launch import Progress, writable
 from visgen.loading import load
@@ -34,6 +34,7 @@ from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
 from visgen.pictures import grid
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from visgen import scale
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.chunks import ChunkStore
@@ -32,6 +32,7 @@ from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.protocol import EvalProtocol, SamplePlan
 from visgen.metrics.report import Report, table
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 from visgen.scale import CHUNK
 from visgen.tally import Bundle, Tally, load_bundle, protocol_of, require_reference
 

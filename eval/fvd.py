@@ -21,7 +21,7 @@ from visgen import evaluate as ev
 from visgen.checkpoint import Step
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.clips import ClipExtractor, FrameDifferences, I3DFeatures
@@ -29,6 +29,7 @@ from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report, table
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 
 Row = Literal["generated", "real", "recon", "last_frame", "shuffled"]
 

@@ -23,13 +23,13 @@ from visgen import config as configs
 from visgen.backbones.ar import Config as ARConfig
 from visgen.checks import Positive
 from visgen.config import UserError, build, plugin_config
-from visgen.generate import EngineConfig
 from visgen.launch import writable
 from visgen.metrics.report import environment
 from visgen.model import Model
 from visgen.nn.mixture import denoise, posterior, scale_of
 from visgen.objectives.dd2 import DD2
 from visgen.objectives.dd2 import Config as DD2Config
+from visgen.sampling import EngineConfig
 from visgen.train.main import TrainConfig
 
 

@@ -20,12 +20,12 @@ from visgen import evaluate as ev
 from visgen.checkpoint import load_tokenizer
 from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
-from visgen.generate import EngineConfig
 from visgen.launch import Progress, writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.recon import CodeUsage, ReconMeter
 from visgen.metrics.report import Report, table
+from visgen.sampling import EngineConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from visgen import rollout as ro
 from visgen.checkpoint import Step
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.clips import FrameDifferences
@@ -31,6 +31,7 @@ from visgen.metrics.plots import save_panels
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import environment
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from visgen import small_set as small
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
@@ -35,6 +35,7 @@ from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report
 from visgen.pictures import grid
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 from visgen.small_set import SmallSet
 from visgen.train.main import data_of
 

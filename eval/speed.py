@@ -22,11 +22,11 @@ from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig
 from visgen.launch import writable
 from visgen.loading import load
 from visgen.metrics.report import environment
 from visgen.model import Model
+from visgen.sampling import EngineConfig
 from visgen.train.main import TrainConfig
 
 

@@ -22,10 +22,10 @@ from visgen import speed, speed_blocks
 from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.decode.guidance import Guidance
-from visgen.generate import EngineConfig
 from visgen.launch import writable
 from visgen.metrics.report import environment
 from visgen.model import Model
+from visgen.sampling import EngineConfig
 from visgen.train.main import TrainConfig
 
 

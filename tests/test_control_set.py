@@ -20,8 +20,9 @@ from torch import Tensor
 from visgen import control_set as cs
 from visgen.config import UserError, build, plugin_config, run_program
 from visgen.data import captions
-from visgen.generate import EngineConfig, Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.metrics.protocol import Score
+from visgen.sampling import EngineConfig, SamplingConfig
 
 CPU = torch.device("cpu")
 SMALL = """--data.kind synthetic --data.image-size 16 --data.classes 3 --data.n 30 --data.n-held-out 14

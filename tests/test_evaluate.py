@@ -15,9 +15,10 @@ from visgen.config import UserError, plugin_config
 from visgen.data import codes
 from visgen.data.synthetic import Config, Synthetic
 from visgen.evaluate import World
-from visgen.generate import Images, SamplingConfig
+from visgen.images import Images
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
+from visgen.sampling import SamplingConfig
 
 DATA = Synthetic(Config(image_size=16, classes=3, n_held_out=23), "held_out")
 ALL = DATA.get_many(range(23))["pixels"][:, 0]

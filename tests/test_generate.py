@@ -20,9 +20,10 @@ from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig, Generator, SamplingConfig, stream
+from visgen.generate import Generator, stream
 from visgen.metrics.images import to_uint8
 from visgen.samplers.ar import AR, Config
+from visgen.sampling import EngineConfig, SamplingConfig
 
 N, SIDE, SIZE = 64, 8, 16
 

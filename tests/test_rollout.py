@@ -19,10 +19,10 @@ from visgen import evaluate as ev
 from visgen import rollout as ro
 from visgen.config import UserError, build, plugin_config
 from visgen.decode.guidance import Guidance
-from visgen.generate import SamplingConfig
 from visgen.metrics.clips import FrameDifferences
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
+from visgen.sampling import SamplingConfig
 
 SPRITES = {"image_size": 16, "sprite": 8, "frames": 4, "motions": 3, "n": 60, "n_held_out": 60}
 PICTURES = {"kind": "synthetic", "n": 30, "n_held_out": 30, "image_size": 16}

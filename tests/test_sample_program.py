@@ -21,7 +21,8 @@ import visgen
 import visgen.pictures
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.generate import Generator, Images
+from visgen.generate import Generator
+from visgen.images import Images
 from visgen.launch import Progress
 from visgen.pictures import Sheet, grid
 from visgen.sample import main

@@ -18,9 +18,9 @@ from visgen.config import UserError, build, load, plugin_config, run_program
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig
 from visgen.model import Model
 from visgen.samplers import ar
+from visgen.sampling import EngineConfig
 from visgen.train.main import TrainConfig
 
 ROOT = Path(__file__).parents[1]

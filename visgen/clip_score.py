@@ -16,8 +16,9 @@ from torch import Tensor
 from visgen import evaluate as ev
 from visgen.config import UserError, kind_of
 from visgen.data import Data
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.metrics.protocol import SamplePlan
+from visgen.sampling import SamplingConfig
 
 Clips = Iterator[tuple[Tensor, Tensor]]  # (pixels uint8 or float in [-1, 1] [B, T, 3, H, W], plan index [B])
 

@@ -23,7 +23,7 @@ from visgen.config import UserError, kind_of
 from visgen.controls import Control
 from visgen.data import Data
 from visgen.evaluate import check_match, labels_of, reconstruct
-from visgen.generate import Generator, SamplingConfig, stream
+from visgen.generate import Generator, stream
 from visgen.metrics.control import SMALLEST, Confusion, depth_rmse, edge_counts, f1, ms_ssim
 from visgen.metrics.images import to_uint8
 from visgen.metrics.intervals import interval
@@ -32,6 +32,7 @@ from visgen.metrics.recon import ssim
 from visgen.nn.control import Hint
 from visgen.objectives._tokens import check_text
 from visgen.prompts import Features
+from visgen.sampling import SamplingConfig
 from visgen.small_set import bases
 from visgen.tokenizers import Tokenizer
 

@@ -24,13 +24,14 @@ from visgen import config as configs
 from visgen.config import UserError, kind_of
 from visgen.data import Data, Split, codes
 from visgen.decode.noise import Noise, Stream
-from visgen.generate import Generator, SamplingConfig, at_a_time
+from visgen.generate import Generator, at_a_time
 from visgen.launch import on_cpu
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.kid import FeatureBank, kid
 from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
+from visgen.sampling import SamplingConfig
 from visgen.tokenizers import Tokenizer
 
 Rows = Iterator[tuple[Tensor, Tensor]]  # (pixels uint8 or float in [-1, 1] [B, 3, H, W], plan index [B])

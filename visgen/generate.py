@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import operator
-import re
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checks import SEEDS
+from visgen.conditioned import Conditioned
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
+from visgen.images import Images
 from visgen.layout import Grid
 from visgen.metrics.images import to_uint8
 from visgen.model import Model
 from visgen.nn.control import Hint
-from visgen.prompts import Features, TextConfig, check_prompts, encode
+from visgen.prompts import Features, TextConfig, encode
 from visgen.samplers import Sampler
 from visgen.sampling import EngineConfig, SamplingConfig
 from visgen.tokenizers import Tokenizer
@@ -35,45 +32,41 @@ from visgen.tokenizers import Tokenizer
 BATCHES = 8  # drawn by one call where rows are refilled; its last images leave rows idle
 
 
-@dataclass
-class Images:
-    """A batch of drawn images.
+@dataclass(frozen=True)
+class Request:
+    """What one call of `Generator.sample` draws, read and checked; B images.
 
     Attributes:
-        pixels: uint8 [B, 3, H, W] on the CPU; of clips, the first frames.
-        tokens: [B, N], or [B, N, C], on the CPU.
-        labels: of every image, none where they were drawn from prompts.
-        seeds: of every image.
-        nfe: backbone evaluations of the batch.
-        seconds: wall time of decoding tokens and pixels.
-        prompts: of every image, none where they were drawn from labels.
-        rounds: [B, N] on the CPU, the evaluation, from 1, that fixed each token; an image's largest is its own NFE.
-        notes: what the sampler chose automatically or counted, of the last batch.
-        clips: uint8 [B, T, 3, H, W] on the CPU, of a model of clips.
+        ids, features: class ids, or what the prompts became; the other is empty, or None.
+        seeds: B of them.
+        known: tokens [B, N] and which are kept, or None.
+        hints: the control, each of one row or B.
     """
 
-    pixels: Tensor
-    tokens: Tensor
-    labels: list[int]
+    ids: list[int]
+    features: Features | None
     seeds: list[int]
-    nfe: int
-    seconds: float
-    rounds: Tensor
-    notes: dict[str, Any] = field(default_factory=dict)
-    prompts: list[str] = field(default_factory=list)
-    clips: Tensor | None = None
+    known: tuple[Tensor, Tensor] | None
+    hints: list[Hint]
 
     @property
-    def nfe_per_image(self) -> list[int]:
-        """Evaluations after which each image was complete."""
-        return self.rounds.amax(1).tolist()
+    def plain(self) -> bool:
+        """Labels and seeds are all there is, so that rows may be refilled."""
+        return self.features is None and self.known is None and not self.hints
 
-    def pil(self) -> list[Image.Image]:
-        """The images as PIL images."""
-        return [Image.fromarray(p) for p in self.pixels.permute(0, 2, 3, 1).contiguous().numpy()]
+    def batch(self, part: slice, device: torch.device) -> dict[str, Any]:
+        """What the engine is told of the images `part`."""
+        batch: dict[str, Any]
+        if self.features is None:
+            batch = {"label": torch.tensor(self.ids[part], device=device)}
+        else:
+            batch = dict(self.features.rows(range(len(self.seeds))[part]).batch(device))
+        if self.hints:
+            batch["hints"] = [_rows(hint, part, device) for hint in self.hints]
+        return batch
 
 
-class Generator:
+class Generator(Conditioned):
     """A model with its tokenizer, ready to sample. Made by `visgen.load`.
 
     Attributes:
@@ -92,87 +85,11 @@ class Generator:
         self.settings = engine or EngineConfig()
         self.device, self.dtype = self.settings.resolve()
         self.engine_kind = self.settings.kind_on(self.device)
-        self.model = model.to(self.device, self.dtype).eval()
-        self.tokenizer = tokenizer.to(self.device).eval()
-        self.classes = list(classes)
+        super().__init__(
+            model.to(self.device, self.dtype).eval(), tokenizer.to(self.device).eval(), classes, self.device
+        )
         self.meta = meta or {}
         self._engine: Engine | None = None
-
-    def check_asked(self, kind: str) -> None:
-        """Raises `UserError` unless the model is conditioned on `kind`, which is "label" or "text"."""
-        asked = self.model.config.condition
-        found = "label" if hasattr(asked, "classes") else configs.kind_of(asked)
-        if found == kind:
-            return
-        if found == "text":
-            raise UserError(
-                "this model is conditioned on text, not on class labels: give it prompts, as `sample.py --prompt TEXT` "
-                "or `sample(prompts=[TEXT])`"
-            )
-        raise UserError(
-            "this model is conditioned on class labels, not on text: give it labels, as `sample.py --label` or "
-            f"`sample(labels=[...])`; it knows {self.class_list}"
-        )
-
-    @property
-    def class_count(self) -> int:
-        """Raises `UserError` for a model of another condition than class labels."""
-        self.check_asked("label")
-        return self.model.config.condition.classes
-
-    @property
-    def class_list(self) -> str:
-        """The classes in the words of a message."""
-        if not self.classes:
-            return f"ids 0 to {self.class_count - 1} (no names recorded)"
-        more = f", ... ({len(self.classes)} in all)" if len(self.classes) > 20 else ""
-        return ", ".join(self.classes[:20]) + more
-
-    def label(self, name: str | int) -> int:
-        """A class id from an id or a class name; a string that is both is the name."""
-        count, lowered = self.class_count, [c.lower() for c in self.classes]
-        if isinstance(name, str) and name in self.classes:
-            return self.classes.index(name)
-        if isinstance(name, str) and not re.fullmatch(r"-?\d+", name):
-            if name.lower() not in lowered:
-                raise UserError(f"label '{name}' is unknown; the checkpoint knows {self.class_list}")
-            return lowered.index(name.lower())
-        try:
-            label = int(name) if isinstance(name, str) else operator.index(name)
-        except TypeError:
-            raise UserError(f"label {reprlib.repr(name)} is no class; the checkpoint knows {self.class_list}") from None
-        if not 0 <= label < count:
-            raise UserError(f"label {label} is out of range: the checkpoint knows classes 0 to {count - 1}")
-        return label
-
-    def check_guidance(self, guidance: Guidance, controlled: bool = False) -> None:
-        """Raises `UserError` for a guidance that this model cannot follow; controlled: whether a control is given."""
-        guidance, _ = self.settled(guidance, Warp())
-        if guidance.control is not None and not (controlled and self.model.config.control):
-            lacks = "a control is given" if self.model.config.control else "the checkpoint has a control of its own"
-            raise UserError(
-                f"guidance.control {guidance.control} scales a control: it has a meaning only where {lacks}"
-            )
-        if self.model.config.condition.dropout == 0 and guidance.branches > 1:
-            raise UserError("guidance.scale must be 1: this checkpoint was trained without a null class (dropout 0)")
-
-    def settled(self, guidance: Guidance, warp: Warp) -> tuple[Guidance, Warp]:
-        """What the engine gets: of a student the defaults, for its weights hold the settings of its teacher.
-
-        Raises:
-            UserError: others than those that it learned.
-        """
-        if self.model.backbone.taught is None:
-            return guidance, warp
-        for name, given, learned in zip(
-            ("guidance", "warp"), (guidance, warp), self.model.backbone.taught, strict=True
-        ):
-            if given not in (type(learned)(), learned):
-                raise UserError(
-                    f"{name} {given} is not what this student learned from its teacher, {learned}, and it cannot be "
-                    "changed; leave it out"
-                )
-        return Guidance(), Warp()
 
     def encode(self, prompts: Sequence[str] | str, text: TextConfig | None = None) -> Features:
         """Text features of prompts, for as many calls of `sample` as are wanted; see `visgen.prompts.encode`."""
@@ -219,88 +136,46 @@ class Generator:
         Raises:
             UserError: a value that is not one of these, or that the model cannot follow.
         """
-        ids, wanted, seeds = self._plan(labels, prompts, seeds)
-        guidance, count, batch_size = _guidance(guidance), len(seeds), self.settings.batch
-        if warp is not None and not isinstance(warp, Warp):
-            raise UserError(f"warp {reprlib.repr(warp)} is no `visgen.decode.warp.Warp`, such as Warp(top_p=0.97)")
-        hints = self._hints(control, count)
-        self.check_guidance(guidance, bool(hints))
-        guidance, warp = self.settled(guidance, warp or Warp())
+        ids, wanted, seeds = self.plan(labels, prompts, seeds)
+        hints = self.hints(control, len(seeds))
+        guidance, warp = self.rules(guidance, warp, bool(hints))
         grid = self.grid_of(size)
         if known is not None and grid != self.model.grid:
             raise UserError(
                 f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
             )
-        if warp != Warp() and self.model.continuous:
-            raise UserError(f"warp {warp} filters a law over codes, this model draws vectors; leave it out")
         sampler = sampler or self.model.backbone.sampler
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
         engine = self._engine_for(guidance, warp, grid)
-        pinned = None if known is None else self._known_tokens(*known, count)
+        pinned = None if known is None else self.known_tokens(*known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
-        parts: list[Images] = []
-        if features is None and pinned is None and not hints and self.refills(built):
-            batch_size = max(batch_size, count)  # of which `engine.batch` at once
-        for start in range(0, count, batch_size):
-            part = slice(start, start + batch_size)
-            chosen = None if pinned is None else (pinned[0][part], pinned[1][part])
+        request = Request(ids, features, seeds, pinned, hints)
+        parts = self._parts(engine, built, request, on_step)
+        return Images.joined(parts, ids, seeds, [] if features is None else features.prompts)
+
+    def _parts(self, engine: Engine, sampler: Sampler, request: Request, on_step: Any) -> list[Images]:
+        """The batches of a request."""
+        count, size = len(request.seeds), self.settings.batch
+        if request.plain and self.refills(sampler):
+            size = max(size, count)  # of which `engine.batch` at once
+        parts = []
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            known = None if request.known is None else (request.known[0][part], request.known[1][part])
 
             def progress(done: int, total: int, start: int = start) -> None:
                 if on_step is not None:
-                    on_step(start // batch_size * total + done, -(-count // batch_size) * total)
+                    on_step(start // size * total + done, -(-count // size) * total)
 
-            batch: dict[str, Any]
-            if features is None:
-                batch = {"label": torch.tensor(ids[part], device=self.device)}
-            else:
-                batch = dict(features.rows(range(count)[part]).batch(self.device))
-            if hints:
-                batch["hints"] = [self._rows(hint, part) for hint in hints]
-            parts.append(self._batch(engine, built, batch, seeds[part], chosen, progress))
-        return Images(
-            torch.cat([p.pixels for p in parts]),
-            torch.cat([p.tokens for p in parts]),
-            ids,
-            seeds,
-            sum(p.nfe for p in parts),
-            sum(p.seconds for p in parts),
-            torch.cat([p.rounds for p in parts]),
-            parts[-1].notes,
-            [] if features is None else features.prompts,
-            torch.cat([p.clips for p in parts if p.clips is not None]) if parts[0].clips is not None else None,
-        )
+            told = request.batch(part, self.device)
+            parts.append(self._batch(engine, sampler, told, request.seeds[part], known, progress))
+        return parts
 
     def refills(self, sampler: Any) -> bool:
         """Whether rows go on with the next image with this sampler, or the one of this config."""
         return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
-
-    def grid_of(self, size: tuple[int, int] | None) -> Grid:
-        """The token grid of images of `size` (H, W).
-
-        Raises:
-            UserError: sides that are no multiples of the stride, more tokens than positions, or another tokenizer.
-        """
-        own, grid = self.tokenizer.image_size, self.model.grid
-        if size is None or tuple(size) == tuple(own):
-            return grid
-        stride = own[0] // grid[1]
-        if not hasattr(self.tokenizer, "grid_of"):
-            raise UserError(f"this tokenizer decodes images of {own} px alone; leave the size out")
-        if min(size) < stride or any(side % stride for side in size):
-            near = " ".join(str(max(stride, round(side / stride) * stride)) for side in size)
-            raise UserError(
-                f"size {size[0]} {size[1]} must be multiples of the tokenizer's stride {stride}, e.g. {near}"
-            )
-        rows, columns = size[0] // stride, size[1] // stride
-        most = getattr(self.model.config.backbone, "rope_columns", None)
-        if most is not None and rows * columns > most**2:
-            raise UserError(
-                f"size {size[0]} {size[1]} is {rows * columns} tokens, this checkpoint has positions for {most**2}; "
-                "take a smaller one"
-            )
-        return grid[0], rows, columns
 
     def _engine_for(self, guidance: Guidance, warp: Warp, grid: Grid) -> Engine:
         """The last call's engine, with what it measured and loaded, where the settings are the same."""
@@ -309,60 +184,6 @@ class Generator:
             model = self.model.at(grid)
             engine = self._engine = self.settings.make(model, guidance, warp, self.meta.get("tokenizer"))
         return engine
-
-    def _hints(self, control: Sequence[Hint] | Tensor | None, count: int) -> list[Hint]:
-        """What is given as control, each with one row or `count`."""
-        hints = [Hint(control.unsqueeze(1))] if isinstance(control, Tensor) else list(control or ())
-        if hints and self.model.controls is None:
-            raise UserError(
-                "this model was trained without control; leave it out, or load one that was trained with it"
-            )
-        if not hints and self.model.config.control is None and self.model.controls is not None:
-            raise UserError("this model reads a control map as its prefix; give it one")
-        for hint in hints:
-            if len(hint.map) not in (1, count) or not hint.map.is_floating_point():
-                raise UserError(
-                    f"control maps are {hint.map.dtype} {list(hint.map.shape)} for {count} images; give floats in "
-                    f"[-1, 1], 1 or {count} of them"
-                )
-        return hints
-
-    def _rows(self, hint: Hint, part: slice) -> Hint:
-        """The rows `part` of a hint, on the device."""
-        maps = (hint.map[part] if len(hint.map) > 1 else hint.map).to(self.device)
-        region = hint.region
-        if region is not None:
-            region = (region[part] if len(region) > 1 else region).to(self.device)
-        return Hint(maps, hint.strength, region)
-
-    def _plan(
-        self, labels: Any, prompts: Any, seeds: Sequence[int] | None
-    ) -> tuple[list[int], list[str] | Features | None, list[int]]:
-        """(class ids or none, prompts or their features or none, seeds) of the images."""
-        try:
-            numbers = None if seeds is None else [operator.index(s) for s in seeds]
-        except TypeError:
-            raise UserError(
-                f"seeds {' '.join(reprlib.repr(seeds).split())} must be whole numbers, one per image, such as [0, 1]"
-            ) from None
-        for seed in numbers or ():
-            check_seed(seed)
-        if labels is not None and prompts is not None:
-            raise UserError("labels and prompts are both given; a model reads one of them, leave the other out")
-        self.check_asked("label" if prompts is None else "text")
-        what, asked = ("label", labels) if prompts is None else ("prompt", prompts)
-        if not isinstance(asked, Features):
-            single = isinstance(asked, str) or not hasattr(asked, "__iter__") or getattr(asked, "ndim", 1) == 0
-            asked = [asked] * (1 if numbers is None else len(numbers)) if single else list(asked)
-        numbers = list(range(len(asked))) if numbers is None else numbers
-        ids: list[int] = [] if prompts is not None else [self.label(x) for x in asked]
-        if isinstance(asked, list) and prompts is not None:
-            check_prompts(asked)
-        if not len(asked) or len(numbers) != len(asked):
-            raise UserError(
-                f"{len(asked)} {what}s and {len(numbers)} seeds; give at least one {what}, and one seed per {what}"
-            )
-        return ids, None if prompts is None else asked, numbers
 
     @torch.inference_mode()
     def _batch(
@@ -394,40 +215,14 @@ class Generator:
         clips = frames if frames.shape[1] > 1 else None
         return Images(frames[:, 0], tokens, [], seeds, generation.nfe, seconds, rounds, generation.notes, clips=clips)
 
-    @torch.inference_mode()
-    def _known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
-        """Tokens [images, N] of the known pixels, or of known first frames, and which of them are kept."""
-        height, width = self.tokenizer.image_size
-        frames = pixels.shape[1:2] if pixels.ndim == 5 and self.model.grid[0] > 1 else ()
-        if pixels.shape[1:] != (*frames, 3, height, width) or mask.shape[1:] != (*frames, height, width):
-            raise UserError(
-                f"known pixels {list(pixels.shape)} and mask {list(mask.shape)} must be [B, 3, {height}, {width}] and "
-                f"[B, {height}, {width}], the size the checkpoint was trained at"
-            )
-        if not pixels.is_floating_point():
-            raise UserError(f"known pixels are {pixels.dtype}; give floats in [-1, 1], as pixels / 127.5 - 1")
-        if not {len(pixels), len(mask)} <= {1, images}:
-            raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
-        tokens = self.tokenizer.encode(pixels.to(self.device) if frames else pixels.to(self.device).unsqueeze(1))
-        _, rows, columns = self.tokenizer.grid
-        cells = mask.to(self.device).unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-        keep = cells.all(-1).all(-2).flatten(1)  # [B, N]: every pixel of the cell is known
-        if not keep.any():
-            raise UserError(
-                f"the mask keeps no token: each is {height // rows} x {width // columns} px, of which all must be "
-                "kept; keep more of the known image"
-            )
-        return tokens.expand(images, *tokens.shape[1:]), keep.expand(images, -1)
 
-
-def _guidance(given: Guidance | float | None) -> Guidance:
-    if isinstance(given, Guidance):
-        return given
-    try:
-        scale = 1.0 if given is None else float(given)
-    except (TypeError, ValueError):
-        raise UserError(f"guidance {reprlib.repr(given)} must be its scale, a number, or a `Guidance`") from None
-    return Guidance(scale)
+def _rows(hint: Hint, part: slice, device: torch.device) -> Hint:
+    """The rows `part` of a hint, on the device."""
+    maps = (hint.map[part] if len(hint.map) > 1 else hint.map).to(device)
+    region = hint.region
+    if region is not None:
+        region = (region[part] if len(region) > 1 else region).to(device)
+    return Hint(maps, hint.strength, region)
 
 
 def stream(
@@ -472,9 +267,3 @@ def at_a_time(
     """Images that one call of `sample` should draw: the engine's batch, or several where rows are refilled."""
     plain = known is None and features is None and not control
     return settings.engine.batch * (BATCHES if plain and generator.refills(settings.sampler) else 1)
-
-
-def check_seed(seed: int) -> None:
-    """Raises `UserError` for a number that `checks.Seed` does not hold."""
-    if seed not in SEEDS:
-        raise UserError(f"seed {seed} is no seed; it must lie within 0 and 2^63 - 1")

@@ -19,7 +19,8 @@ from visgen.checkpoint import (
     tokenizer_hash,
 )
 from visgen.config import UserError
-from visgen.generate import EngineConfig, Generator
+from visgen.generate import Generator
+from visgen.sampling import EngineConfig
 
 
 def load(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from visgen.config import UserError
 from visgen.data._clips import write_gif, write_mp4
-from visgen.generate import Images
 from visgen.hints import Given
+from visgen.images import Images
 from visgen.metrics.images import to_uint8
 
 GRID = 256  # images that `grid.png` shows at most

@@ -19,9 +19,10 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.config import UserError
 from visgen.decode.noise import Noise
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.metrics.plots import Panel
 from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
+from visgen.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)

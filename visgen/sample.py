@@ -15,9 +15,10 @@ from torch import Tensor
 from visgen import config as configs
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
+from visgen.conditioned import check_seed
 from visgen.config import UserError
 from visgen.data._clips import av
-from visgen.generate import Generator, SamplingConfig, at_a_time, check_seed, stream
+from visgen.generate import Generator, at_a_time, stream
 from visgen.hints import Given, HintConfig, check_asked, choose
 from visgen.hints import read as read_hints
 from visgen.known import KnownConfig, describe_known, known_clip, known_pixels, read_known
@@ -26,6 +27,7 @@ from visgen.loading import load
 from visgen.metrics.images import to_uint8
 from visgen.pictures import NAME, Sheet, save, save_maps
 from visgen.prompts import Features, TextConfig, check_prompts, read
+from visgen.sampling import SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from visgen import config as configs
 from visgen.checkpoint import WEIGHTS, find_step
 from visgen.config import UserError
 from visgen.evaluate import World
-from visgen.generate import Generator, SamplingConfig, at_a_time
+from visgen.generate import Generator, at_a_time
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.image_files import NpzWriter
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.protocol import SamplePlan
+from visgen.sampling import SamplingConfig
 
 Drawn = Iterator[tuple[Tensor, Tensor, Tensor]]  # pixels uint8 [B, 3, H, W], index [B], NFE of each image [B]
 CHUNK = 512  # images of a chunk, unless told

@@ -20,9 +20,9 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig
 from visgen.metrics.timing import Stopwatch
 from visgen.model import Model
+from visgen.sampling import EngineConfig
 
 
 @dataclass(frozen=True)

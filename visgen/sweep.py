@@ -27,7 +27,7 @@ from visgen import scale, speed
 from visgen.checkpoint import Step
 from visgen.config import UserError
 from visgen.data import Data
-from visgen.generate import Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.launch import Progress
 from visgen.loading import load
 from visgen.metrics.chunks import ChunkStore, write_whole
@@ -36,6 +36,7 @@ from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import FeatureBank, kid
 from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
 from visgen.sample import describe
+from visgen.sampling import SamplingConfig
 from visgen.small_set import SmallSet
 
 

@@ -15,10 +15,10 @@ from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig
 from visgen.model import Model
 from visgen.samplers import Sampler, sjd
 from visgen.samplers.ar import AR, Config
+from visgen.sampling import EngineConfig
 
 pytest.importorskip("triton")
 from visgen.decode.captured import CapturedEngine

@@ -16,9 +16,9 @@ from test_processes import launch
 import visgen
 from visgen import evaluate as ev
 from visgen.config import UserError, build, plugin_config
-from visgen.generate import SamplingConfig
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
+from visgen.sampling import SamplingConfig
 from visgen.tally import Bundle, Tally
 from visgen.train import scoring
 from visgen.train.main import train

@@ -19,11 +19,12 @@ from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin, plugin_config
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.generate import EngineConfig, Generator, SamplingConfig
+from visgen.generate import Generator
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.model import Model
 from visgen.objectives import Objective
+from visgen.sampling import EngineConfig, SamplingConfig
 from visgen.tally import Bundle, Tally
 
 
