@@ -7,7 +7,7 @@ tokens, so that no scale has to be found afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from visgen.checks import Depth, Positive, Range, Rate, Weight
-from visgen.config import UserError
-from visgen.nn.conv import Decoder, Encoder, Shape
+from visgen.nn.conv import Decoder, Encoder
 from visgen.tokenizers._continuous import ContinuousTokenizer
+from visgen.tokenizers._conv import shapes
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,8 @@ class ConvKL(ContinuousTokenizer):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        if config.local_encoder and config.attention:
-            raise UserError("tokenizer.local_encoder sees patches, attention the whole image; set attention to false")
-        decoder = Shape(
-            config.decoder_width or config.width,
-            config.multipliers,
-            config.res_blocks,
-            config.attention,
-            config.dropout,
-            config.norm_groups,
-        )
+        encoder, decoder = shapes(config)
         self._describe(config.image_size, decoder.stride, config.channels, config.patch, config.kl)
-        encoder = replace(decoder, width=config.width, local=config.local_encoder)
         self.encoder = Encoder(encoder, 2 * config.channels)
         self.normaliser = Normaliser(config.channels, config.decay)
         self.decoder = Decoder(decoder, config.channels)

@@ -7,7 +7,7 @@ Frames are tokenized one by one. Any resolution whose sides are multiples of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from visgen.checks import Depth, Positive, Range, Rate
 from visgen.config import UserError, build, plugin
-from visgen.nn.conv import Decoder, Encoder, Shape
+from visgen.nn.conv import Decoder, Encoder
 from visgen.tokenizers import Reconstruction, Tokenizer
+from visgen.tokenizers._conv import shapes
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,7 @@ class ConvVQ(Tokenizer):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        if config.local_encoder and config.attention:
-            raise UserError("tokenizer.local_encoder sees patches, attention the whole image; set attention to false")
-        decoder = Shape(
-            config.decoder_width or config.width,
-            config.multipliers,
-            config.res_blocks,
-            config.attention,
-            config.dropout,
-            config.norm_groups,
-        )
-        encoder = replace(decoder, width=config.width, local=config.local_encoder)
+        encoder, decoder = shapes(config)
         self.stride = decoder.stride
         self._check_sides(config.image_size, config.image_size, "tokenizer.image_size")
         side = config.image_size // self.stride
