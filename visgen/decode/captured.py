@@ -33,6 +33,7 @@ class CapturedEngine(Engine):
     """
 
     fused = True
+    _dist: Callable[[Tensor, Tensor], Any] | None = None
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class CapturedEngine(Engine):
         from visgen.nn.fused.draw import check_vocab  # needs Triton
 
         check_vocab(self.vocab)
-        self._fused = model.backbone.fused()
+        self._fused, self._dist = model.backbone.fused(), model.head.fused()
         index = torch.arange(self.tokens, device=self.device).unsqueeze(0)
         weights = self.guidance.weights(index, self.tokens)[:, 0]
         steady = bool((weights == weights[:, :1]).all())  # read once, before any decode
@@ -82,6 +83,9 @@ class CapturedEngine(Engine):
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return _by_kernels(law)
+
+    def guided(self, h: Tensor, weights: Tensor) -> Any:
+        return super().guided(h, weights) if self._dist is None else self._dist(h, weights)
 
     def _weigh(self, index: Tensor) -> Tensor:
         """`Guidance.weights` [K, B, W]; without a kernel where they are the same for all tokens."""

@@ -125,7 +125,7 @@ class Masked(Sampler):
             walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
             hidden=lambda values, at, level: _hidden(engine, values, at, level),
-            law=lambda h, at: head.dist(h, engine.guidance.weights(at, n + 1)),
+            law=lambda h, at: engine.guided(h, engine.guidance.weights(at, n + 1)),
         )
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
