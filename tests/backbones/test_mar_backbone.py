@@ -36,6 +36,16 @@ def test_hidden_tokens_are_as_if_not_given(make_masked: Callable[..., Any], know
     assert torch.allclose(model.backbone(taken(TOKENS, ORDER), ORDER, cond=cond, level=places), h, atol=1e-5)
 
 
+def test_places_asked_for_are_those_of_all(make_masked: Callable[..., Any]) -> None:
+    model, seen = make_masked(), ORDER[:, :5]
+    cond, level = model.condition(LABEL), torch.tensor([-1.0, -1, 0, -1, -1]).expand(2, -1)
+    asked = ORDER[:, [9, 2, 15, 9]]
+    for told in ({}, {"level": level}):
+        h = model.backbone(taken(TOKENS, seen), seen, cond=cond, **told)
+        found = model.backbone(taken(TOKENS, seen), seen, cond=cond, asked=asked, **told)
+        assert torch.allclose(found, taken(h, asked), atol=1e-5)
+
+
 def test_every_known_token_and_the_condition_reach_every_place(make_masked: Callable[..., Any]) -> None:
     model = make_masked()
     seen = ORDER[:, :5]

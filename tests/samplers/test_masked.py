@@ -264,6 +264,32 @@ def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[.
     assert [bucket(k, 10, 4) for k in (0, 3, 4, 5, 6, 8, 9, 10)] == [3, 3, 5, 5, 8, 8, 10, 10]
 
 
+def test_the_head_walks_as_many_tokens_as_a_set_has(make_masked: Callable[..., Any]) -> None:
+    watched, walked, asked = make_masked(), [], []
+
+    class Head(type(watched.head)):  # type: ignore[misc]
+        def dist(self, h: Tensor, weights: Tensor) -> Any:
+            walked.append(h.shape[2])
+            return super().dist(h, weights)
+
+    class Backbone(type(watched.backbone)):  # type: ignore[misc]
+        def forward(self, *given: Any, **told: Any) -> Tensor:
+            asked.append(told["asked"].shape[1])
+            return super().forward(*given, **told)
+
+    watched.head.__class__, watched.backbone.__class__ = Head, Backbone
+    counts = reveals(N, 5)
+    assert len(set(counts)) > 2
+    exact = decode(watched)
+    assert walked == asked == counts
+    for buckets in (1, 2):
+        walked.clear()
+        padded = decode(watched, buckets=buckets)
+        assert walked == [bucket(c, max(counts), buckets) for c in counts]
+        assert close(padded.tokens, exact.tokens, 1e-4) and torch.equal(padded.rounds, exact.rounds)
+    assert [bucket(c, 25, 8) for c in (1, 4, 5, 20, 25)] == [4, 4, 7, 22, 25], "few graphs where sets are large"
+
+
 def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., Any]) -> None:
     """The captured engine's choice of graphs, each of which here runs the iteration of its own turn again."""
     captured: Any = pytest.importorskip("visgen.decode.captured")
@@ -292,7 +318,7 @@ def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., 
     engine = Replayed(model, LINEAR)
     for rows, known in (([0, 1, 2], None), ([2, 1, 0], None), ([0, 1, 2], (KNOWN, KEEP))):
         engine.begin({"label": LABELS[rows]}, known)
-        found = engine.run(made(iterations=16), Noise(SEEDS[rows]))
+        found = engine.run(made(iterations=16, buckets=4), Noise(SEEDS[rows]))
         wanted = decode(model, known=known, rows=rows, iterations=16)
         assert close(found.tokens, wanted.tokens, 1e-4) and torch.equal(found.rounds, wanted.rounds)
         if known is None:

@@ -47,7 +47,8 @@ class Config:
 
 
 class MAR(Backbone):
-    """Known tokens [B, W, C] at pos [B, W] of the grid -> h [B, N, D] of all places, in raster order.
+    """Known tokens [B, W, C] at pos [B, W] of the grid -> h [B, N, D] of all places, in raster order; or
+    [B, A, D] of the places `asked` [B, A].
 
     `pos` None: all tokens, in raster order. `level` [B, W]: a token is hidden, as if it were not given, where it is 0
     or more; None: none is.
@@ -93,10 +94,11 @@ class MAR(Backbone):
         level: Tensor | None = None,
         control: Tensor | None = None,
         cache: KVCache | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
         if pos is None:
             pos = torch.arange(self.layout.tokens, device=tokens.device).expand(len(tokens), -1)
-        return self.decode(self.encode(tokens, pos, cond, level), pos, level)
+        return self.decode(self.encode(tokens, pos, cond, level), pos, level, asked)
 
     def encode(self, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None = None) -> Tensor:
         """Known tokens [B, W, C] -> [B, M + W, D]; nothing that is not hidden depends on what is."""
@@ -112,8 +114,9 @@ class MAR(Backbone):
             x = block(x, mask)
         return self.bridge(self.encoder_norm(x))
 
-    def decode(self, encoded: Tensor, pos: Tensor, level: Tensor | None = None) -> Tensor:
-        """[B, M + W, D] of the known tokens -> h [B, N, D]."""
+    def decode(self, encoded: Tensor, pos: Tensor, level: Tensor | None = None, asked: Tensor | None = None) -> Tensor:
+        """[B, M + W, D] of the known tokens -> h [B, N, D], or of the places asked for, whose last layer alone has no
+        others: all need the keys of all."""
         buffer = self.config.buffer
         found, blank = encoded[:, buffer:], self.mask_token.to(encoded.dtype)
         if level is not None:
@@ -121,9 +124,11 @@ class MAR(Backbone):
         x = blank.expand(len(found), self.layout.tokens, -1)
         x = x.scatter(1, pos.unsqueeze(-1).expand_as(found), found)
         x = torch.cat([encoded[:, :buffer], x], 1) + self.decoder_positions
-        for block in self.decoder:
-            x = block(x)
-        return self.decoder_norm(x)[:, buffer:] + self.head_positions
+        for i, block in enumerate(self.decoder, 1):
+            x = block(x, None, None if asked is None or i < len(self.decoder) else asked + buffer)
+        if asked is None:
+            return self.decoder_norm(x)[:, buffer:] + self.head_positions
+        return self.decoder_norm(x) + self.head_positions[0][asked]
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype, **blocks: Any) -> KVCache:
         raise UserError("a masked model attends in both directions, which no cache can hold; use --sampler.kind masked")
@@ -155,8 +160,12 @@ class Block(nn.Module):
             nn.Dropout(config.dropout),
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, S, D], [B, 1, 1, S] bool
-        x = x + self.attention(self.attention_norm(x), mask)
+    def forward(  # [B, S, D], [B, 1, 1, S] bool
+        self, x: Tensor, mask: Tensor | None = None, asked: Tensor | None = None
+    ) -> Tensor:
+        """Of all slots, or of those asked for, [B, A]."""
+        normed = self.attention_norm(x)
+        x = (x if asked is None else _at(x, asked)) + self.attention(normed, mask, asked)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -170,8 +179,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
+    def forward(self, x: Tensor, mask: Tensor | None, asked: Tensor | None = None) -> Tensor:
+        if asked is None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
+        else:
+            weight, bias, width = self.qkv.weight, self.qkv.bias, x.shape[-1]
+            q = F.linear(_at(x, asked), weight[:width], bias[:width]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            kv = F.linear(x, weight[width:], bias[width:])
+            k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         rate = self.rate if self.training else 0.0
         found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate)
         return self.dropout(self.out(found.transpose(1, 2).flatten(2)))
+
+
+def _at(x: Tensor, slots: Tensor) -> Tensor:
+    """[B, S, D] at slots [B, A] -> [B, A, D]."""
+    return x.gather(1, slots.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

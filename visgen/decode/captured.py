@@ -34,6 +34,7 @@ class CapturedEngine(Engine):
 
     fused = True
     _dist: Callable[[Tensor, Tensor], Any] | None = None
+    _pool: Any = None  # of the graphs of one state
 
     def __init__(
         self,
@@ -116,8 +117,10 @@ class CapturedEngine(Engine):
     def _graphs(
         self, sampler: SamplerLike, state: Any, noise: Noise, stages: list[Hashable], warm: Callable[[], Any]
     ) -> dict[Hashable, Any]:
-        """A graph of one iteration on `state` for every stage, recorded at its first turn."""
+        """A graph of one iteration on `state` for every stage, recorded at its first turn. They share their memory, for
+        what one leaves to the next lies in `state`."""
         graphs: dict[Hashable, Any] = {}
+        self._pool = None
         for turn, stage in enumerate(stages or [None]):
             if stage not in graphs:
                 graphs[stage] = self._record(sampler, state, noise, warm(), turn)
@@ -136,8 +139,9 @@ class CapturedEngine(Engine):
         torch.cuda.current_stream(self.device).wait_stream(side)
         _at_turn(state, turn)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
+        self._pool = graph.pool()
         return graph
 
 
