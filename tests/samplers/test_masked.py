@@ -250,9 +250,9 @@ def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[.
     watched, read = make_masked(), []
 
     class Watched(type(watched.backbone)):  # type: ignore[misc]
-        def encode(self, tokens: Tensor, *rest: Any) -> Tensor:
+        def _encode(self, layers: Any, tokens: Tensor, *rest: Any) -> Tensor:
             read.append(tokens.shape[1])
-            return super().encode(tokens, *rest)
+            return super()._encode(layers, tokens, *rest)
 
     watched.backbone.__class__ = Watched
     decode(watched, iterations=16, buckets=4)  # one token each

@@ -8,6 +8,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from visgen.config import UserError
 from visgen.layout import Grid, Layout
 from visgen.nn.attention import check_heads
 from visgen.nn.cache import KVCache
+
+Layers = Callable[..., Tensor]  # `through`, or its faster twin
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,24 @@ class MAR(Backbone):
     ) -> Tensor:
         if pos is None:
             pos = torch.arange(self.layout.tokens, device=tokens.device).expand(len(tokens), -1)
-        return self.decode(self.encode(tokens, pos, cond, level), pos, level, asked)
+        return self._run(through, tokens, pos, cond, level, asked)
 
-    def encode(self, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None = None) -> Tensor:
+    def fused_pass(self) -> Callable[..., Tensor]:
+        from visgen.backbones import _mar_fused  # needs Triton
+
+        def run(
+            tokens: Tensor, pos: Tensor, *, cond: Prefix, level: Tensor | None = None, asked: Tensor | None = None
+        ) -> Tensor:
+            return self._run(_mar_fused.through, tokens, pos, cond, level, asked)
+
+        return run
+
+    def _run(
+        self, layers: Layers, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None, asked: Tensor | None
+    ) -> Tensor:
+        return self._decode(layers, self._encode(layers, tokens, pos, cond, level), pos, level, asked)
+
+    def _encode(self, layers: Layers, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None) -> Tensor:
         """Known tokens [B, W, C] -> [B, M + W, D]; nothing that is not hidden depends on what is."""
         buffer = self.config.buffer
         given = self.embed(tokens.to(self.embed.weight.dtype))
@@ -110,11 +128,11 @@ class MAR(Backbone):
         x, mask = self.embed_norm(x + places), None
         if level is not None:
             mask = F.pad(level < 0, (buffer, 0), value=True)[:, None, None]  # [B, 1, 1, M + W]
-        for block in self.encoder:
-            x = block(x, mask)
-        return self.bridge(self.encoder_norm(x))
+        return self.bridge(layers(self.encoder, self.encoder_norm, x, mask))
 
-    def decode(self, encoded: Tensor, pos: Tensor, level: Tensor | None = None, asked: Tensor | None = None) -> Tensor:
+    def _decode(
+        self, layers: Layers, encoded: Tensor, pos: Tensor, level: Tensor | None, asked: Tensor | None
+    ) -> Tensor:
         """[B, M + W, D] of the known tokens -> h [B, N, D], or of the places asked for, whose last layer alone has no
         others: all need the keys of all."""
         buffer = self.config.buffer
@@ -124,11 +142,8 @@ class MAR(Backbone):
         x = blank.expand(len(found), self.layout.tokens, -1)
         x = x.scatter(1, pos.unsqueeze(-1).expand_as(found), found)
         x = torch.cat([encoded[:, :buffer], x], 1) + self.decoder_positions
-        for i, block in enumerate(self.decoder, 1):
-            x = block(x, None, None if asked is None or i < len(self.decoder) else asked + buffer)
-        if asked is None:
-            return self.decoder_norm(x)[:, buffer:] + self.head_positions
-        return self.decoder_norm(x) + self.head_positions[0][asked]
+        x = layers(self.decoder, self.decoder_norm, x, None, None if asked is None else asked + buffer)
+        return x[:, buffer:] + self.head_positions if asked is None else x + self.head_positions[0][asked]
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype, **blocks: Any) -> KVCache:
         raise UserError("a masked model attends in both directions, which no cache can hold; use --sampler.kind masked")
@@ -141,6 +156,20 @@ class MAR(Backbone):
                 nn.init.zeros_(module.bias)
         for table in (self.mask_token, self.encoder_positions, self.decoder_positions, self.head_positions):
             nn.init.normal_(table, std=0.02)
+
+
+def through(
+    blocks: nn.ModuleList, norm: nn.Module, x: Tensor, mask: Tensor | None = None, asked: Tensor | None = None
+) -> Tensor:
+    """x [B, S, D] through blocks and the norm behind them, of which the last asks for the slots [B, A] alone.
+
+    Args:
+        mask: [B, 1, 1, S] bool, the slots that are seen.
+    """
+    for i, block in enumerate(blocks, 1):
+        x = block(x, mask, asked if i == len(blocks) else None)
+    found: Tensor = norm(x)
+    return found
 
 
 class Block(nn.Module):

@@ -34,6 +34,7 @@ class CapturedEngine(Engine):
 
     fused = True
     _dist: Callable[[Tensor, Tensor], Any] | None = None
+    _pass: Callable[..., Tensor] | None = None
     _pool: Any = None  # of the graphs of one state
 
     def __init__(
@@ -48,7 +49,7 @@ class CapturedEngine(Engine):
         from visgen.nn.fused.draw import check_vocab  # needs Triton
 
         check_vocab(self.vocab)
-        self._fused, self._dist = model.backbone.fused(), model.head.fused()
+        self._fused, self._pass, self._dist = model.backbone.fused(), model.backbone.fused_pass(), model.head.fused()
         index = torch.arange(self.tokens, device=self.device).unsqueeze(0)
         weights = self.guidance.weights(index, self.tokens)[:, 0]
         steady = bool((weights == weights[:, :1]).all())  # read once, before any decode
@@ -87,6 +88,10 @@ class CapturedEngine(Engine):
 
     def guided(self, h: Tensor, weights: Tensor) -> Any:
         return super().guided(h, weights) if self._dist is None else self._dist(h, weights)
+
+    @property
+    def whole_pass(self) -> Callable[..., Tensor]:
+        return super().whole_pass if self._pass is None else self._pass
 
     def _weigh(self, index: Tensor) -> Tensor:
         """`Guidance.weights` [K, B, W]; without a kernel where they are the same for all tokens."""

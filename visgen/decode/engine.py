@@ -192,6 +192,12 @@ class Engine:
         """The guided law of tokens, of h [K, B, W, D] under K branches and their weights [K, B, W]."""
         return self.model.head.dist(h, weights)
 
+    @property
+    def whole_pass(self) -> Callable[..., Tensor]:
+        """The backbone's `forward`, for whole sequences."""
+        run: Callable[..., Tensor] = self.model.backbone
+        return run
+
     def arrange(self, order: Tensor) -> None:
         """Draws the batch's tokens in an order of each image's own: [B, N] the place of the n-th. `run` gives them back
         in raster order."""

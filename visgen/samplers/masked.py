@@ -203,5 +203,5 @@ def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor, asked: Te
     tokens, pos, level, asked = (
         x.expand(b, *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level, asked)
     )
-    h = engine.model.backbone(tokens, pos, cond=engine.condition, level=level, asked=asked)
+    h = engine.whole_pass(tokens, pos, cond=engine.condition, level=level, asked=asked)
     return h.unflatten(0, (k, b))

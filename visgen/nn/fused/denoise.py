@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from visgen.nn.fused.chain import chained, fetch, follow
 from visgen.nn.fused.linear import FEW, Tile, choose
+from visgen.nn.fused.norm import normalised
 
 ROOM = 1 << 29  # bytes of the modulations that are made at once
 EPS = 1e-6  # of the head's norms
@@ -244,14 +245,6 @@ def leave(
 
 
 @triton.jit
-def _normed(value, here, width, eps):
-    """LN of one row without its weights, zero beyond it."""
-    mean = tl.sum(value, axis=0) / width
-    away = tl.where(here, value - mean, 0.0)
-    return away / tl.sqrt(tl.sum(away * away, axis=0) / width + eps)
-
-
-@triton.jit
 def _adapted(normed, modulation, at, here, width):
     """x (1 + scale) + shift by a row [shift | scale | ..] of modulations."""
     shift = tl.load(modulation + at, mask=here, other=0.0).to(tl.float32)
@@ -299,7 +292,7 @@ def _enter(
     stored = value.to(h.dtype.element_ty)
     value = stored.to(tl.float32)
     if ADAPT:
-        out = _normed(value, here, width, eps) * g + o
+        out = normalised(value, here, width, eps) * g + o
     else:
         total = tl.sum(value, axis=0)
         away = tl.where(here, value - total / width, 0.0)
@@ -324,7 +317,7 @@ def _adapt(h, gain, offset, modulation, normed, width, eps, BLOCK: tl.constexpr,
     follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     value = tl.load(h + row * width + at, mask=here, other=0.0).to(tl.float32)
-    out = _adapted(_normed(value, here, width, eps) * g + o, modulation + row * 3 * width, at, here, width)
+    out = _adapted(normalised(value, here, width, eps) * g + o, modulation + row * 3 * width, at, here, width)
     tl.store(normed + row * width + at, out.to(normed.dtype.element_ty), mask=here)
 
 
@@ -462,7 +455,7 @@ def _leave(
     for branch in tl.static_range(BRANCHES):  # guidance weighs what the output, a linear map, is applied to
         row = (branch * tokens + token).to(tl.int64)
         value = tl.load(h + row * width + at, mask=here, other=0.0).to(tl.float32)
-        out = _adapted(_normed(value, here, width, eps), modulation + row * 2 * width, at, here, width)
+        out = _adapted(normalised(value, here, width, eps), modulation + row * 2 * width, at, here, width)
         scale = tl.load(weights + branch * tokens + token)
         guided += scale * out
         total += scale
