@@ -228,10 +228,6 @@ def test_what_it_cannot_do_is_refused(
     engine.begin({"label": LABELS})
     with pytest.raises(UserError, match=r"sampler blockwise is not for this model's backbone; use .* masked"):
         engine.run(build(plugin_config("visgen.samplers", "blockwise")), Noise(SEEDS))
-    with pytest.raises(UserError, match=r"last_steps 2 runs eagerly alone; add --engine\.kind eager"):
-        other = type("Other", (Engine,), {})(make_masked())
-        other.begin({"label": LABELS})
-        other.run(made(last_steps=2), Noise(SEEDS))
 
 
 # --------------------------------------------------------------------------------- what the encoder reads, in few sizes
@@ -323,6 +319,15 @@ def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., 
         assert close(found.tokens, wanted.tokens, 1e-4) and torch.equal(found.rounds, wanted.rounds)
         if known is None:
             assert engine.recorded == [0, 5, 9, 13], "four sizes, four graphs, recorded once"
+    engine.recorded.clear()
+    annealed = made(last_steps=2, iterations=8)
+    for _ in range(2):
+        engine.begin({"label": LABELS})
+        found = engine.run(annealed, Noise(SEEDS))
+        assert close(found.tokens, decode(model, last_steps=2, iterations=8).tokens, 1e-4)
+        with torch.inference_mode():
+            stages = annealed.stages(engine.prepared(annealed, Noise(SEEDS))[0])
+        assert len(engine.recorded) == len(set(stages)) and len({start for _, _, start in stages}) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

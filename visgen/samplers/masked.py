@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from visgen.checks import Positive, Range, Scale
-from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
@@ -35,7 +34,7 @@ class Config:
         iterations: evaluations K of the backbone; at most one for each token.
         steps: of the head's denoising, in every iteration.
         last_steps: their number once all tokens are known; between, it falls evenly with the known share (DiSA,
-            arXiv 2505.20297). None: `steps` throughout. Eager engine only.
+            arXiv 2505.20297). None: `steps` throughout. A captured engine makes a graph for each number.
         solver: see `nn/ancestral.py` and `nn/diffusion.py`; auto is ancestral for a model of noise, Euler for one of
             velocity.
         shift: of the straight path; above 1, more steps in the noise.
@@ -166,12 +165,10 @@ class Masked(Sampler):
         """The head's walk in every iteration.
 
         Raises:
-            UserError: a model without a diffusion head, or settings that it or the engine cannot follow.
+            UserError: a model without a diffusion head, or settings that it cannot follow.
         """
         config, total = self.config, engine.tokens
         engine.check_sampler("masked")
-        if config.last_steps not in (None, config.steps) and type(engine) is not Engine:
-            raise UserError(f"sampler.last_steps {config.last_steps} runs eagerly alone; add --engine.kind eager")
         final = config.steps if config.last_steps is None else config.last_steps
         counts = reveals(total, config.iterations)
         known = [sum(counts[:k]) / total for k in range(len(counts))]
