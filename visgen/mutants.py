@@ -16,7 +16,7 @@ from visgen.decode.warp import Warp
 from visgen.nn.categorical import Categorical
 from visgen.nn.coupling import Step
 from visgen.samplers import Forward
-from visgen.samplers._walk import step_mean
+from visgen.samplers._walk import along, step_mean
 from visgen.samplers.cspec import CSpec, Walked
 from visgen.samplers.sjd import SJD, State
 
@@ -89,9 +89,9 @@ class Released(CSpec):
     def walk(
         self, state: Any, law: Any, index: Tensor, drafted: Tensor, path: Any, draws: Tensor, noise: Noise
     ) -> Walked:
-        x, steps = draws[0], len(state.spread)
+        x, steps, predict = draws[0], len(state.spread), along(law, state.about)
         for j in range(steps):
-            mean = step_mean(law, x, state.table[j], state.about[j])
+            mean = step_mean(predict, x, state.table, j)
             x = mean + state.spread[j] * draws[1 + j]
         draft, other, spread = path.state[-1], path.mean[-1], state.spread[-1]
         chance = ((_energy(draft, other, spread) - _energy(draft, mean, spread)) / self.temperature**2).exp()  # p / q

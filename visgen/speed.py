@@ -108,9 +108,15 @@ def floor_bytes(model: Model, rows: int) -> int:
 
 def walked_bytes(model: Model, nfe: float, head_steps: float | None = None) -> float:
     """Bytes that decoding vectors reads at least, by `nfe` evaluations of the backbone and `head_steps` of the head (as
-    many, where the head has no steps of its own): their weights. A cache is left out."""
+    many, where the head has no steps of its own): their weights. What a walked head makes of its times and of the
+    hidden states is read once for all its steps. A cache is left out."""
+    whole = ("modulation.", "time.", "condition.")  # of a walked head
+
+    def stepped(name: str) -> bool:
+        return name.startswith("head.") and (head_steps is None or not any(part in name for part in whole))
+
     head, rest = (
-        sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name.startswith("head.") == wanted)
+        sum(p.numel() * p.element_size() for name, p in model.named_parameters() if stepped(name) == wanted)
         for wanted in (True, False)
     )
     return rest * nfe + head * (nfe if head_steps is None else head_steps)

@@ -228,10 +228,6 @@ def test_what_it_cannot_do_is_refused(
     engine.begin({"label": LABELS})
     with pytest.raises(UserError, match=r"sampler blockwise is not for this model's backbone; use .* masked"):
         engine.run(build(plugin_config("visgen.samplers", "blockwise")), Noise(SEEDS))
-    with pytest.raises(UserError, match=r"last_steps 2 runs eagerly alone; add --engine\.kind eager"):
-        other = type("Other", (Engine,), {})(make_masked())
-        other.begin({"label": LABELS})
-        other.run(made(last_steps=2), Noise(SEEDS))
 
 
 # --------------------------------------------------------------------------------- what the encoder reads, in few sizes
@@ -250,9 +246,9 @@ def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[.
     watched, read = make_masked(), []
 
     class Watched(type(watched.backbone)):  # type: ignore[misc]
-        def encode(self, tokens: Tensor, *rest: Any) -> Tensor:
+        def _encode(self, layers: Any, tokens: Tensor, *rest: Any) -> Tensor:
             read.append(tokens.shape[1])
-            return super().encode(tokens, *rest)
+            return super()._encode(layers, tokens, *rest)
 
     watched.backbone.__class__ = Watched
     decode(watched, iterations=16, buckets=4)  # one token each
@@ -262,6 +258,32 @@ def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[.
     most = int(KEEP.sum(1).max())
     assert read == [4 * -(-max(1, min(k + most, 16)) // 4) for k in range(16)]
     assert [bucket(k, 10, 4) for k in (0, 3, 4, 5, 6, 8, 9, 10)] == [3, 3, 5, 5, 8, 8, 10, 10]
+
+
+def test_the_head_walks_as_many_tokens_as_a_set_has(make_masked: Callable[..., Any]) -> None:
+    watched, walked, asked = make_masked(), [], []
+
+    class Head(type(watched.head)):  # type: ignore[misc]
+        def dist(self, h: Tensor, weights: Tensor) -> Any:
+            walked.append(h.shape[2])
+            return super().dist(h, weights)
+
+    class Backbone(type(watched.backbone)):  # type: ignore[misc]
+        def forward(self, *given: Any, **told: Any) -> Tensor:
+            asked.append(told["asked"].shape[1])
+            return super().forward(*given, **told)
+
+    watched.head.__class__, watched.backbone.__class__ = Head, Backbone
+    counts = reveals(N, 5)
+    assert len(set(counts)) > 2
+    exact = decode(watched)
+    assert walked == asked == counts
+    for buckets in (1, 2):
+        walked.clear()
+        padded = decode(watched, buckets=buckets)
+        assert walked == [bucket(c, max(counts), buckets) for c in counts]
+        assert close(padded.tokens, exact.tokens, 1e-4) and torch.equal(padded.rounds, exact.rounds)
+    assert [bucket(c, 25, 8) for c in (1, 4, 5, 20, 25)] == [4, 4, 7, 22, 25], "few graphs where sets are large"
 
 
 def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., Any]) -> None:
@@ -292,11 +314,20 @@ def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., 
     engine = Replayed(model, LINEAR)
     for rows, known in (([0, 1, 2], None), ([2, 1, 0], None), ([0, 1, 2], (KNOWN, KEEP))):
         engine.begin({"label": LABELS[rows]}, known)
-        found = engine.run(made(iterations=16), Noise(SEEDS[rows]))
+        found = engine.run(made(iterations=16, buckets=4), Noise(SEEDS[rows]))
         wanted = decode(model, known=known, rows=rows, iterations=16)
         assert close(found.tokens, wanted.tokens, 1e-4) and torch.equal(found.rounds, wanted.rounds)
         if known is None:
             assert engine.recorded == [0, 5, 9, 13], "four sizes, four graphs, recorded once"
+    engine.recorded.clear()
+    annealed = made(last_steps=2, iterations=8)
+    for _ in range(2):
+        engine.begin({"label": LABELS})
+        found = engine.run(annealed, Noise(SEEDS))
+        assert close(found.tokens, decode(model, last_steps=2, iterations=8).tokens, 1e-4)
+        with torch.inference_mode():
+            stages = annealed.stages(engine.prepared(annealed, Noise(SEEDS))[0])
+        assert len(engine.recorded) == len(set(stages)) and len({start for _, _, start in stages}) == 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -97,3 +97,7 @@ class Backbone(nn.Module, ABC):
         cache, control) -> h [K B, W, D]` of the slots that predict the tokens at index, row r being image r mod B.
         Condition and control are in the weights' type, and contiguous. It shares the weights, which must not move."""
         return None
+
+    def fused_pass(self) -> Callable[..., Tensor] | None:
+        """A faster twin of `forward` over whole sequences on a GPU, for inference, or None. It shares the weights."""
+        return None

@@ -8,6 +8,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from visgen.config import UserError
 from visgen.layout import Grid, Layout
 from visgen.nn.attention import check_heads
 from visgen.nn.cache import KVCache
+
+Layers = Callable[..., Tensor]  # `through`, or its faster twin
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Config:
 
 
 class MAR(Backbone):
-    """Known tokens [B, W, C] at pos [B, W] of the grid -> h [B, N, D] of all places, in raster order.
+    """Known tokens [B, W, C] at pos [B, W] of the grid -> h [B, N, D] of all places, in raster order; or
+    [B, A, D] of the places `asked` [B, A].
 
     `pos` None: all tokens, in raster order. `level` [B, W]: a token is hidden, as if it were not given, where it is 0
     or more; None: none is.
@@ -93,12 +97,28 @@ class MAR(Backbone):
         level: Tensor | None = None,
         control: Tensor | None = None,
         cache: KVCache | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
         if pos is None:
             pos = torch.arange(self.layout.tokens, device=tokens.device).expand(len(tokens), -1)
-        return self.decode(self.encode(tokens, pos, cond, level), pos, level)
+        return self._run(through, tokens, pos, cond, level, asked)
 
-    def encode(self, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None = None) -> Tensor:
+    def fused_pass(self) -> Callable[..., Tensor]:
+        from visgen.backbones import _mar_fused  # needs Triton
+
+        def run(
+            tokens: Tensor, pos: Tensor, *, cond: Prefix, level: Tensor | None = None, asked: Tensor | None = None
+        ) -> Tensor:
+            return self._run(_mar_fused.through, tokens, pos, cond, level, asked)
+
+        return run
+
+    def _run(
+        self, layers: Layers, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None, asked: Tensor | None
+    ) -> Tensor:
+        return self._decode(layers, self._encode(layers, tokens, pos, cond, level), pos, level, asked)
+
+    def _encode(self, layers: Layers, tokens: Tensor, pos: Tensor, cond: Prefix, level: Tensor | None) -> Tensor:
         """Known tokens [B, W, C] -> [B, M + W, D]; nothing that is not hidden depends on what is."""
         buffer = self.config.buffer
         given = self.embed(tokens.to(self.embed.weight.dtype))
@@ -108,12 +128,13 @@ class MAR(Backbone):
         x, mask = self.embed_norm(x + places), None
         if level is not None:
             mask = F.pad(level < 0, (buffer, 0), value=True)[:, None, None]  # [B, 1, 1, M + W]
-        for block in self.encoder:
-            x = block(x, mask)
-        return self.bridge(self.encoder_norm(x))
+        return self.bridge(layers(self.encoder, self.encoder_norm, x, mask))
 
-    def decode(self, encoded: Tensor, pos: Tensor, level: Tensor | None = None) -> Tensor:
-        """[B, M + W, D] of the known tokens -> h [B, N, D]."""
+    def _decode(
+        self, layers: Layers, encoded: Tensor, pos: Tensor, level: Tensor | None, asked: Tensor | None
+    ) -> Tensor:
+        """[B, M + W, D] of the known tokens -> h [B, N, D], or of the places asked for, whose last layer alone has no
+        others: all need the keys of all."""
         buffer = self.config.buffer
         found, blank = encoded[:, buffer:], self.mask_token.to(encoded.dtype)
         if level is not None:
@@ -121,9 +142,8 @@ class MAR(Backbone):
         x = blank.expand(len(found), self.layout.tokens, -1)
         x = x.scatter(1, pos.unsqueeze(-1).expand_as(found), found)
         x = torch.cat([encoded[:, :buffer], x], 1) + self.decoder_positions
-        for block in self.decoder:
-            x = block(x)
-        return self.decoder_norm(x)[:, buffer:] + self.head_positions
+        x = layers(self.decoder, self.decoder_norm, x, None, None if asked is None else asked + buffer)
+        return x[:, buffer:] + self.head_positions if asked is None else x + self.head_positions[0][asked]
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype, **blocks: Any) -> KVCache:
         raise UserError("a masked model attends in both directions, which no cache can hold; use --sampler.kind masked")
@@ -136,6 +156,20 @@ class MAR(Backbone):
                 nn.init.zeros_(module.bias)
         for table in (self.mask_token, self.encoder_positions, self.decoder_positions, self.head_positions):
             nn.init.normal_(table, std=0.02)
+
+
+def through(
+    blocks: nn.ModuleList, norm: nn.Module, x: Tensor, mask: Tensor | None = None, asked: Tensor | None = None
+) -> Tensor:
+    """x [B, S, D] through blocks and the norm behind them, of which the last asks for the slots [B, A] alone.
+
+    Args:
+        mask: [B, 1, 1, S] bool, the slots that are seen.
+    """
+    for i, block in enumerate(blocks, 1):
+        x = block(x, mask, asked if i == len(blocks) else None)
+    found: Tensor = norm(x)
+    return found
 
 
 class Block(nn.Module):
@@ -155,8 +189,12 @@ class Block(nn.Module):
             nn.Dropout(config.dropout),
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, S, D], [B, 1, 1, S] bool
-        x = x + self.attention(self.attention_norm(x), mask)
+    def forward(  # [B, S, D], [B, 1, 1, S] bool
+        self, x: Tensor, mask: Tensor | None = None, asked: Tensor | None = None
+    ) -> Tensor:
+        """Of all slots, or of those asked for, [B, A]."""
+        normed = self.attention_norm(x)
+        x = (x if asked is None else _at(x, asked)) + self.attention(normed, mask, asked)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -170,8 +208,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
+    def forward(self, x: Tensor, mask: Tensor | None, asked: Tensor | None = None) -> Tensor:
+        if asked is None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
+        else:
+            weight, bias, width = self.qkv.weight, self.qkv.bias, x.shape[-1]
+            q = F.linear(_at(x, asked), weight[:width], bias[:width]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            kv = F.linear(x, weight[width:], bias[width:])
+            k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         rate = self.rate if self.training else 0.0
         found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate)
         return self.dropout(self.out(found.transpose(1, 2).flatten(2)))
+
+
+def _at(x: Tensor, slots: Tensor) -> Tensor:
+    """[B, S, D] at slots [B, A] -> [B, A, D]."""
+    return x.gather(1, slots.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

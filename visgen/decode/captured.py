@@ -33,6 +33,9 @@ class CapturedEngine(Engine):
     """
 
     fused = True
+    _dist: Callable[[Tensor, Tensor], Any] | None = None
+    _pass: Callable[..., Tensor] | None = None
+    _pool: Any = None  # of the graphs of one state
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class CapturedEngine(Engine):
         from visgen.nn.fused.draw import check_vocab  # needs Triton
 
         check_vocab(self.vocab)
-        self._fused = model.backbone.fused()
+        self._fused, self._pass, self._dist = model.backbone.fused(), model.backbone.fused_pass(), model.head.fused()
         index = torch.arange(self.tokens, device=self.device).unsqueeze(0)
         weights = self.guidance.weights(index, self.tokens)[:, 0]
         steady = bool((weights == weights[:, :1]).all())  # read once, before any decode
@@ -83,6 +86,13 @@ class CapturedEngine(Engine):
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return _by_kernels(law)
 
+    def guided(self, h: Tensor, weights: Tensor) -> Any:
+        return super().guided(h, weights) if self._dist is None else self._dist(h, weights)
+
+    @property
+    def whole_pass(self) -> Callable[..., Tensor]:
+        return super().whole_pass if self._pass is None else self._pass
+
     def _weigh(self, index: Tensor) -> Tensor:
         """`Guidance.weights` [K, B, W]; without a kernel where they are the same for all tokens."""
         if self._weights.shape[1] > 1:
@@ -112,8 +122,10 @@ class CapturedEngine(Engine):
     def _graphs(
         self, sampler: SamplerLike, state: Any, noise: Noise, stages: list[Hashable], warm: Callable[[], Any]
     ) -> dict[Hashable, Any]:
-        """A graph of one iteration on `state` for every stage, recorded at its first turn."""
+        """A graph of one iteration on `state` for every stage, recorded at its first turn. They share their memory, for
+        what one leaves to the next lies in `state`."""
         graphs: dict[Hashable, Any] = {}
+        self._pool = None
         for turn, stage in enumerate(stages or [None]):
             if stage not in graphs:
                 graphs[stage] = self._record(sampler, state, noise, warm(), turn)
@@ -132,8 +144,9 @@ class CapturedEngine(Engine):
         torch.cuda.current_stream(self.device).wait_stream(side)
         _at_turn(state, turn)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
+        self._pool = graph.pool()
         return graph
 
 

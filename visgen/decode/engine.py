@@ -180,13 +180,23 @@ class Engine:
             cache=self._cache,
             **({} if self.order is None else {"order": self.order.repeat(k, 1)}),
         )  # [K B, W, D]
-        dist = self.model.head.dist(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
+        dist = self.guided(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         if self.continuous:
             return dist  # is walked, not filtered; the sampler keeps known tokens
         dist = dist.warped(self.warp)
         if self.known is not None:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
         return dist
+
+    def guided(self, h: Tensor, weights: Tensor) -> Any:
+        """The guided law of tokens, of h [K, B, W, D] under K branches and their weights [K, B, W]."""
+        return self.model.head.dist(h, weights)
+
+    @property
+    def whole_pass(self) -> Callable[..., Tensor]:
+        """The backbone's `forward`, for whole sequences."""
+        run: Callable[..., Tensor] = self.model.backbone
+        return run
 
     def arrange(self, order: Tensor) -> None:
         """Draws the batch's tokens in an order of each image's own: [B, N] the place of the n-th. `run` gives them back

@@ -89,3 +89,7 @@ class Head(nn.Module, ABC):
     def dist(self, h: Tensor, weights: Tensor) -> Any:
         """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law: of codes a `Dist`, of
         vectors one that is walked (`heads/diffusion.py`); of a denoiser the prediction [B, W, C] float32 itself."""
+
+    def fused(self) -> Callable[[Tensor, Tensor], Any] | None:
+        """A faster twin of `dist` on a GPU, or None. It shares the weights, which must not move."""
+        return None

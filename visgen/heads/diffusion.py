@@ -8,8 +8,9 @@ by the same divergence as elsewhere, where the released code takes a likelihood 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from visgen.checks import Depth, Positive
 from visgen.heads import Head
 from visgen.nn.ancestral import Variance, chain, divergence
 from visgen.nn.diffusion import TIMES, Path, Predicts, Schedule, sinusoids
+
+if TYPE_CHECKING:
+    from visgen.heads._diffusion_fused import FusedDenoised
 
 FREQUENCIES = 256  # of the embedding of time
 
@@ -80,6 +84,7 @@ class DiffusionHead(Head):
         self.norm = nn.LayerNorm(config.width, eps=1e-6, elementwise_affine=False)
         self.modulation = nn.Linear(config.width, 2 * config.width)
         self.output = nn.Linear(config.width, vocab * (2 if self.learned else 1))
+        self.place = None if self.learned else float(config.variance == "fixed_large")  # of the log variance
         self._chain: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._init()
 
@@ -110,6 +115,11 @@ class DiffusionHead(Head):
     def dist(self, h: Tensor, weights: Tensor) -> Denoised:
         """The guided law of tokens [B, W, C]."""
         return Denoised(self, self.condition(h), weights.unsqueeze(-1))
+
+    def fused(self) -> Callable[[Tensor, Tensor], FusedDenoised]:
+        from visgen.heads._diffusion_fused import FusedDenoised  # needs Triton
+
+        return lambda h, weights: FusedDenoised(self, self.condition(h), weights.unsqueeze(-1))
 
     def about(self, time: Tensor) -> Tensor:
         """Embedding of times [...] -> [..., width]."""

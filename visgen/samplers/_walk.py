@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def denoised(
         rule: a sampler's config: its `temperature` and, where there is one, its `variance`.
     """
     draws, fixed = draws_of(noise, at, channels, 1 + sum(noisy)), getattr(rule, "variance", None)
+    if hasattr(law, "walked"):  # by kernels
+        rows = slice(start, start + len(noisy))
+        place = law.head.place if fixed is None else fixed
+        tables = state.table[rows], state.bounds[rows], state.about[rows]
+        return law.walked(draws, *tables, noisy, place, rule.temperature)
     x = draws[0]
     before, kept = torch.zeros_like(x), torch.zeros_like(x)
     for j, draw in enumerate(noisy):
@@ -89,15 +94,23 @@ def fixed_log(low: Tensor, high: Tensor, place: float) -> Tensor:
     return place * high + (1 - place) * low
 
 
-def step_mean(law: Any, x: Tensor, row: Tensor, about: Tensor) -> Tensor:
+def along(law: Any, about: Tensor) -> Callable[[Tensor, int], tuple[Tensor, Tensor | None]]:
+    """`law.predict` at x and the number of a step, of a walk whose times are embedded as about [S, width]. A law by
+    kernels is told all times beforehand."""
+    if hasattr(law, "along"):
+        made: Callable[[Tensor, int], tuple[Tensor, Tensor | None]] = law.along(about)
+        return made
+    return lambda x, step: law.predict(x, about[step])
+
+
+def step_mean(predict: Callable[[Tensor, int], Any], x: Tensor, table: Tensor, step: int) -> Tensor:
     """Mean of an ancestral step from x [B, W, C], by the predicted x0: c1 x0 + c2 x.
 
     Args:
-        row: [10] the fields of `Row`.
-        about: the head's embedding of its time, [width].
+        predict: of `along`; table: [S, 10] the fields of `Row`.
     """
-    _, _, _, p, q, a, b, *_ = row.unbind()
-    return a * x + b * (p * x + q * law.predict(x, about)[0])
+    _, _, _, p, q, a, b, *_ = table[step].unbind()
+    return a * x + b * (p * x + q * predict(x, step)[0])
 
 
 def taken(x: Tensor, places: Tensor) -> Tensor:

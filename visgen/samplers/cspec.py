@@ -29,7 +29,7 @@ from visgen.nn.coupling import Step, coupled
 from visgen.samplers import Forward, Sampler
 from visgen.samplers._draft import check_chains, load_draft
 from visgen.samplers._frozen import frozen
-from visgen.samplers._walk import arranged, draws_of, fixed_log, step_mean, tables, taken, walks_of
+from visgen.samplers._walk import along, arranged, draws_of, fixed_log, step_mean, tables, taken, walks_of
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,9 @@ class CSpec(Sampler):
             here = drafted & (index == state.position + i)  # [B, W], one slot or none
             slot = here.int().argmax(1)[None, :, None, None].expand(len(draws), -1, 1, draws.shape[-1])
             x, *noises = draws.gather(2, slot).unbind(0)
+            predict = along(law, state.draft_about)  # type: ignore[arg-type]
             for j, z in enumerate(noises):
-                center = step_mean(law, x, state.table[j], state.draft_about[j])  # type: ignore[index]
+                center = step_mean(predict, x, state.table, j)
                 x = center + state.spread[j] * z
                 mean[j] = torch.where(here.unsqueeze(-1), center, mean[j])
                 ends[j] = torch.where(here.unsqueeze(-1), x, ends[j])
@@ -210,8 +211,9 @@ class CSpec(Sampler):
         steps, exact = len(state.spread), self.config.mode == "exact"
         log_uniform = noise.uniform(place, steps, Stream.ACCEPT).log()  # [B, W, S], of a token's own, as all its noise
         x, met, whole, gaps = draws[0], drafted, drafted, []
+        predict = along(law, state.about)
         for j in range(steps):
-            mean, z = step_mean(law, x, state.table[j], state.about[j]), draws[1 + j]
+            mean, z = step_mean(predict, x, state.table, j), draws[1 + j]
             x = mean + state.spread[j] * z
             if exact:
                 step = self.step(mean, path.mean[j], z, state.spread[j], log_uniform[..., j], path.state[j])

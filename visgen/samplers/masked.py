@@ -2,9 +2,9 @@
 
 Iteration k of K evaluates the backbone once and draws as many tokens as leave floor(N cos(pi (k + 1) / 2K)) to be drawn
 (MaskGIT, Chang et al. 2022, arXiv 2202.04200, section 3.2), at least one. The head's whole denoising loop is part of
-it: its tables and embeddings of time lie on the device, shapes are those of the largest set, and nothing is read back.
-The encoder reads known tokens alone, in one of a few sizes, so one graph serves all iterations of a size. With one
-token an iteration it is autoregression in random order; larger sets draw their tokens independently of each other,
+it: its tables and embeddings of time lie on the device, and nothing is read back. The encoder reads known tokens alone,
+the head walks the drawn ones alone, both in one of a few sizes, so one graph serves all iterations of equal sizes. With
+one token an iteration it is autoregression in random order; larger sets draw their tokens independently of each other,
 which is approximate. Known tokens are seen from the first iteration on.
 """
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from visgen.checks import Positive, Range, Scale
-from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
@@ -35,7 +34,7 @@ class Config:
         iterations: evaluations K of the backbone; at most one for each token.
         steps: of the head's denoising, in every iteration.
         last_steps: their number once all tokens are known; between, it falls evenly with the known share (DiSA,
-            arXiv 2505.20297). None: `steps` throughout. Eager engine only.
+            arXiv 2505.20297). None: `steps` throughout. A captured engine makes a graph for each number.
         solver: see `nn/ancestral.py` and `nn/diffusion.py`; auto is ancestral for a model of noise, Euler for one of
             velocity.
         shift: of the straight path; above 1, more steps in the noise.
@@ -43,7 +42,8 @@ class Config:
             whose step multiplies the errors of the head by 316.
         temperature: factor of the noise that ancestral steps add.
         buckets: sizes of what the encoder reads, evenly up to all tokens; known tokens are padded to the next of them.
-            1: all tokens always, hidden ones masked out. A captured engine makes a graph for each.
+            1: all tokens always, hidden ones masked out. Sets are padded to as many sizes up to the largest. A captured
+            engine makes a graph for each pair of sizes that comes up.
     """
 
     iterations: Positive = 64
@@ -53,7 +53,7 @@ class Config:
     shift: Scale = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
     temperature: Scale = 1.0
-    buckets: Annotated[int, Range(1, 64)] = 4
+    buckets: Annotated[int, Range(1, 64)] = 8
 
 
 @dataclass
@@ -72,11 +72,11 @@ class State:
     about: Tensor  # [all steps, width] the head's embeddings of time
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
-    width: int  # of the largest set
     sizes: list[int]  # places that the encoder reads in every iteration
+    widths: list[int]  # places that the head walks
     walks: list[tuple[int, tuple[bool, ...]]]  # of every iteration: first row of its table, whether steps draw
     turn: int  # iteration, as far as the host's walk is concerned
-    hidden: Callable[[Tensor, Tensor, Tensor], Tensor]
+    hidden: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     law: Callable[[Tensor, Tensor], Any]
 
 
@@ -120,16 +120,16 @@ class Masked(Sampler):
             about=about,
             known=known,
             keep=keep,
-            width=max(counts),
             sizes=[bucket(min(d + most, n), n, self.config.buckets) for d in done],
+            widths=[bucket(count, max(counts), self.config.buckets) for count in counts],
             walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
-            hidden=lambda values, at, level: _hidden(engine, values, at, level),
-            law=lambda h, at: head.dist(h, engine.guidance.weights(at, n + 1)),
+            hidden=lambda values, at, level, asked: _hidden(engine, values, at, level, asked),
+            law=lambda h, at: engine.guided(h, engine.guidance.weights(at, n + 1)),
         )
 
     def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
-        n, width = state.order.shape[1], state.width
+        n, width = state.order.shape[1], state.widths[state.turn % len(state.widths)]
         done, count, guided = (x.index_select(0, state.step) for x in (state.done, state.count, state.guided))  # [1]
         rank = torch.arange(n, device=done.device).unsqueeze(0)
         size = state.sizes[state.turn % len(state.sizes)]
@@ -137,9 +137,8 @@ class Masked(Sampler):
         shown = state.rank[:, :size] < done  # [B, E]
         if state.keep is not None:
             shown = shown | state.keep.gather(1, seen)
-        h = state.hidden(taken(state.tokens, seen), seen, (~shown).float() - 1)  # [K, B, N, D]
         at = state.order.index_select(1, ((done + rank[0, :width]) % n))  # [B, W] wraps round where the set is smaller
-        h = h.gather(2, at[None, :, :, None].expand(len(h), -1, -1, h.shape[-1]))
+        h = state.hidden(taken(state.tokens, seen), seen, (~shown).float() - 1, at)  # [K, B, W, D]
         start, noisy = state.walks[state.turn % len(state.walks)]
         law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
         drawn = denoised(law, at, noise, channels, state, start, noisy, self.config)
@@ -156,7 +155,8 @@ class Masked(Sampler):
         return min(self.config.iterations, engine.tokens)
 
     def stages(self, state: State) -> list[Hashable]:
-        return [(size, start) for size, (start, _) in zip(state.sizes, state.walks, strict=True)]
+        starts = (start for start, _ in state.walks)
+        return list(zip(state.sizes, state.widths, starts, strict=True))
 
     def notes(self, state: State) -> dict[str, Any]:
         return {"head_steps": sum(len(noisy) for _, noisy in state.walks)}
@@ -165,12 +165,10 @@ class Masked(Sampler):
         """The head's walk in every iteration.
 
         Raises:
-            UserError: a model without a diffusion head, or settings that it or the engine cannot follow.
+            UserError: a model without a diffusion head, or settings that it cannot follow.
         """
         config, total = self.config, engine.tokens
         engine.check_sampler("masked")
-        if config.last_steps not in (None, config.steps) and type(engine) is not Engine:
-            raise UserError(f"sampler.last_steps {config.last_steps} runs eagerly alone; add --engine.kind eager")
         final = config.steps if config.last_steps is None else config.last_steps
         counts = reveals(total, config.iterations)
         known = [sum(counts[:k]) / total for k in range(len(counts))]
@@ -190,14 +188,17 @@ def reveals(tokens: int, iterations: int) -> list[int]:
     return made
 
 
-def bucket(known: int, tokens: int, buckets: int) -> int:
-    """The least of the `buckets` even shares of `tokens` that `known` of them fit in."""
-    return next(size for size in (-(-tokens * i // buckets) for i in range(1, buckets + 1)) if size >= known)
+def bucket(count: int, most: int, buckets: int) -> int:
+    """The least of the `buckets` even shares of `most` that `count` fits in."""
+    return next(size for size in (-(-most * i // buckets) for i in range(1, buckets + 1)) if size >= count)
 
 
-def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor) -> Tensor:
-    """h [K, B, N, D] of all places under K branches, of values [B, E, C] at places [B, E] and their level."""
-    k, model = engine.guidance.branches, engine.model
-    rows = (x.expand(len(values), *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level))
-    tokens, pos, level = rows
-    return model.backbone(tokens, pos, cond=engine.condition, level=level).unflatten(0, (k, -1))
+def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor, asked: Tensor) -> Tensor:
+    """h [K, B, W, D] of the places `asked` [B, W] under K branches, of values [B, E, C] at places [B, E] and their
+    level."""
+    k, b = engine.guidance.branches, len(values)
+    tokens, pos, level, asked = (
+        x.expand(b, *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level, asked)
+    )
+    h = engine.whole_pass(tokens, pos, cond=engine.condition, level=level, asked=asked)
+    return h.unflatten(0, (k, b))
