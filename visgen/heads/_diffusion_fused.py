@@ -1,4 +1,4 @@
-"""The laws of `diffusion.py` by kernels (`nn/fused/denoise.py`): walked step by step, or whole.
+"""The laws of `diffusion.py` by kernels (`nn/fused/denoise.py`, `modulated.py`): walked step by step, or whole.
 
 Weights are read where they lie. A walk's modulations are made for as many steps at once as fit a fixed room.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from visgen.nn.fused import denoise as fused
 from visgen.nn.fused.linear import FEW
+from visgen.nn.fused.modulated import Moments, adapt, product
 
 
 class FusedDenoised:
@@ -73,7 +74,7 @@ class Predictions:
         self.weights = law.weights.flatten(1).contiguous()  # [K, T]
         (rows, width), new = self.given.shape, torch.empty_like
         self.h, self.normed, self.inner = new(self.given), new(self.given), new(self.given)
-        self.moments = fused.Moments(rows, width, given.device)
+        self.moments = Moments(rows, width, given.device)
         self.maps = [*(block.modulation for block in head.blocks), head.modulation]
         outputs = sum(each.out_features for each in self.maps)
         self.size = min(len(about), fused.steps_at_once(rows, outputs, given.element_size()))
@@ -102,12 +103,12 @@ class Predictions:
         for i, block in enumerate(head.blocks):
             norm, one, two = block.norm, block.mlp[0], block.mlp[2]
             if few:
-                fused.product(self.h, one, self.inner, self.moments, norm=norm, modulation=told[i])
+                product(self.h, one, self.inner, self.moments, norm=norm, modulation=told[i])
             else:
                 if i:
-                    fused.adapt(self.h, norm.weight, norm.bias, told[i], self.normed)
-                fused.product(self.normed, one, self.inner, self.moments, modulation=told[i])
-            fused.product(self.inner, two, self.h, self.moments, modulation=told[i], gated=True)
+                    adapt(self.h, norm.weight, norm.bias, told[i], self.normed)
+                product(self.normed, one, self.inner, self.moments, modulation=told[i])
+            product(self.inner, two, self.h, self.moments, modulation=told[i], gated=True)
 
     def told(self, step: int) -> list[Tensor]:
         """The modulations of every layer at a step, [K T, 3 w], and of the final norm, [K T, 2 w]."""
