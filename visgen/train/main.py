@@ -34,6 +34,10 @@ from visgen.train.state import LoopConfig
 _NEUTRAL_LOOP = (
     "accumulation",
     "compile",
+    "compiled",
+    "recompute",
+    "most_skipped",
+    "peak_tflops",
     "workers",
     "save_every",
     "keep_last",
