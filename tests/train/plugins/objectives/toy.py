@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,5 +111,9 @@ class Toy(Objective):
             return
         weights = b"".join(p.detach().cpu().numpy().tobytes() for n in self.nets.values() for p in n.parameters())
         line = f"{step} {name} {hashlib.sha256(weights).hexdigest()} {','.join(map(str, batch['index'].tolist()))}\n"
-        with open(Path(self.config.trace) / f"rank{os.environ.get('RANK', '0')}.txt", "a") as file:
+        name = f"rank{os.environ.get('RANK', '0')}"
+        with open(Path(self.config.trace) / f"{name}.txt", "a") as file:
             file.write(line)
+        if not (Path(self.config.trace) / f"{name}.pid").exists():
+            (Path(self.config.trace) / f"{name}.pid").write_text(str(os.getpid()))
+        time.sleep(float(os.environ.get("TOY_PAUSE", "0")))  # so that a signal comes in the middle of a run
