@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from visgen.train import loop as loops
 from visgen.train import main as program
-from visgen.train.shards import full
+from visgen.train.shards import full, is_sharded
 
 
 def run_all(folder: Path, out: Path) -> None:
@@ -25,6 +25,8 @@ def run_all(folder: Path, out: Path) -> None:
         def noted(state, batches, step, notes=notes):
             real(state, batches, step)
             weights = [full(p).detach().numpy().tobytes() for net in state.nets.values() for p in net.parameters()]
+            if any(is_sharded(net) for net in state.nets.values()):
+                notes.with_suffix(".sharded").touch()
             with open(notes, "a") as file:
                 file.write(f"{step} {hashlib.sha256(b''.join(weights)).hexdigest()}\n")
 

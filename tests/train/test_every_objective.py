@@ -24,6 +24,8 @@ PLAIN = {"kind": "label", "classes": 3, "dropout": 0.0}
 HEAD = {"kind": "diffusion", "layers": 2, "width": 24}
 STUDENT = {"grid": [1, 4, 4], "vocab": 16, "condition": PLAIN}
 LOOP = {"steps": 4, "batch": 8, "precision": "fp32", "log_every": 1, "save_every": 2, "workers": 0, "preview_every": 0}
+SHARDED = ("acdit", "masked", "next_token")
+LOSS = "model/loss"
 RATIOS = ("_t0", "_t250", "_t500", "_t750", "nats_per_token")  # logged means over what a process has, not over rows
 
 
@@ -88,7 +90,7 @@ def plans(tmp_path_factory, teacher_dir, small):
             "log": {"wandb": False},
             "loop": LOOP,
         }
-        for name in ("all", *(["shards"] if kind in ("acdit", "masked", "next_token") else [])):
+        for name in ("all", *(["shards"] if kind in SHARDED else [])):
             (folder / name).mkdir(exist_ok=True)
             (folder / name / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
     stage = yaml.safe_load((folder / "all" / "dd2_tuning.yaml").read_text())
@@ -136,3 +138,105 @@ def test_two_processes_are_one(one, two, kind):
     assert a.keys() == b.keys()
     for name in a:
         assert torch.allclose(a[name].float(), b[name].float(), atol=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def sharded(plans, one):
+    """With runs that go on from those of one process, named *_on."""
+    (plans / "sharded").mkdir()
+    for kind in SHARDED:
+        plan = yaml.safe_load((plans / "shards" / f"{kind}.yaml").read_text())
+        plan["loop"] |= {"resume": str(one / kind / "step_0000002"), "recompute": True}
+        (plans / "shards" / f"{kind}_on.yaml").write_text(yaml.safe_dump(plan))
+    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
+    words = (str(HERE / "every.py"), str(plans / "shards"), str(plans / "sharded"))
+    launch("-m", "accelerate.commands.launch", *config, *words, CUDA_VISIBLE_DEVICES="")
+    return plans / "sharded"
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_sharded_weights_train_alike(one, sharded, kind):
+    assert (sharded / f"{kind}.sharded").exists() and not (one / f"{kind}.sharded").exists()
+    first, second = ((sharded / f"{kind}.{rank}").read_text() for rank in (0, 1))
+    assert first == second and len(set(first.split())) == 8
+    for a, b in zip(metrics(one / kind), metrics(sharded / kind), strict=True):
+        assert a[LOSS] == pytest.approx(b[LOSS], rel=1e-4)
+        assert a["model/grad_norm"] == pytest.approx(b["model/grad_norm"], rel=1e-3)
+    for name in ("model.safetensors", "state/model.safetensors"):
+        a, b = (load_file(r / kind / "step_0000004" / name) for r in (one, sharded))
+        assert a.keys() == b.keys() and all(torch.allclose(a[n].float(), b[n].float(), atol=1e-4) for n in a)
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_sharded_checkpoint_goes_on_in_one_process(one, sharded, plans, tmp_path, kind):
+    plan = yaml.safe_load((plans / "shards" / f"{kind}.yaml").read_text())
+    plan["loop"]["resume"] = str(sharded / kind / "step_0000002")
+    (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
+    every.run_all(tmp_path, tmp_path)
+    for a, b in zip(metrics(one / kind)[2:], metrics(tmp_path / kind), strict=True):
+        assert a["step"] == b["step"] and a[LOSS] == pytest.approx(b[LOSS], rel=1e-4)
+    a, b = (load_file(r / kind / "step_0000004" / "model.safetensors") for r in (one, tmp_path))
+    assert all(torch.allclose(a[n].float(), b[n].float(), atol=1e-4) for n in a)
+    assert checkpoint.load_model(sharded / kind).tokens == 16
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_checkpoint_of_one_process_goes_on_sharded(one, sharded, kind):
+    """Blocks are computed again in the backward pass here, which changes nothing."""
+    for a, b in zip(metrics(one / kind)[2:], metrics(sharded / f"{kind}_on"), strict=True):
+        assert a["step"] == b["step"] and a[LOSS] == pytest.approx(b[LOSS], rel=1e-4)
+    for name in ("model.safetensors", "state/model.safetensors"):
+        a, b = (load_file(r / "step_0000004" / name) for r in (one / kind, sharded / f"{kind}_on"))
+        assert all(torch.allclose(a[n].float(), b[n].float(), atol=1e-4) for n in a)
+
+
+def altered(plans, folder, kind, **loop):
+    """The curve of `kind` under other settings of the loop, in this process."""
+    folder.mkdir()
+    plan = yaml.safe_load((plans / "all" / f"{kind}.yaml").read_text())
+    plan["loop"] |= loop
+    (folder / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
+    every.run_all(folder, folder)
+    return [m[LOSS] for m in metrics(folder / kind)]
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_recomputed_blocks_and_micro_batches_change_nothing(one, plans, tmp_path, kind):
+    curve = [m[LOSS] for m in metrics(one / kind)]
+    assert altered(plans, tmp_path / "a", kind, recompute=True) == pytest.approx(curve, rel=1e-5)
+    assert altered(plans, tmp_path / "b", kind, accumulation=4) == pytest.approx(curve, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED)
+def test_compiled_blocks_change_nothing(one, plans, tmp_path, kind):
+    curve = [m[LOSS] for m in metrics(one / kind)]
+    assert altered(plans, tmp_path / "a", kind, compile=True) == pytest.approx(curve, rel=1e-4)
+    assert altered(plans, tmp_path / "b", kind, compile=True, recompute=True) == pytest.approx(curve, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_bf16_compiled_and_recomputed(one, plans, tmp_path):
+    """All that a large model is trained with, at once, against float32 on one process."""
+    for kind in SHARDED:
+        plan = yaml.safe_load((plans / "all" / f"{kind}.yaml").read_text())
+        plan["loop"] |= {"compile": True, "recompute": True, "precision": "bf16", "accumulation": 2}
+        (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
+    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
+    words = (str(HERE / "every.py"), str(tmp_path), str(tmp_path))
+    launch("-m", "accelerate.commands.launch", *config, *words, CUDA_VISIBLE_DEVICES="")
+    for kind in SHARDED:
+        curves = [[m[LOSS] for m in metrics(r / kind)] for r in (one, tmp_path)]
+        assert curves[0] == pytest.approx(curves[1], rel=2e-2)
+
+
+def test_what_cannot_be_sharded_is_refused(plans):
+    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
+    with pytest.raises(
+        AssertionError, match=r"objective vq reads weights outside .* it is not sharded; launch it with"
+    ):
+        launch(
+            *("-m", "accelerate.commands.launch", *config, "train.py", str(plans / "all" / "vq.yaml")),
+            *("--loop.out", str(plans / "refused")),
+            CUDA_VISIBLE_DEVICES="",
+        )

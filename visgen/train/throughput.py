@@ -41,9 +41,9 @@ STEPS = 1000  # of masked prediction, over which its sizes are averaged
 
 def operations(objective: Objective) -> float | None:
     """Operations that training on one image takes; None of what has no such formula here: tokenizers, distillations,
-    and models of which a part rests."""
+    and models under control."""
     model = objective.exported()
-    if not isinstance(model, Model) or objective.part or len(objective.nets) > 1:
+    if not isinstance(model, Model) or model.controls is not None:
         return None
     kind, name = configs.kind_of(objective.config), configs.kind_of(model.config.backbone)  # type: ignore[attr-defined]
     if kind == "acdit":
