@@ -35,7 +35,7 @@ from visgen.train.log import Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 from visgen.train.scoring import Scoring
-from visgen.train.shards import shard
+from visgen.train.shards import shard, sharding
 from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, restore, save
 from visgen.train.step import read_meter, train_step
 from visgen.train.throughput import Clock, operations, peak, speeds
@@ -163,8 +163,13 @@ def prepare(
     """Moves, compiles and wraps the nets, each with its optimiser; frozen modules are only moved."""
     overrides = getattr(objective, "optim_overrides", {})
     nets, optimizers, settings = {}, {}, {}
-    sharding = bool(getattr(accelerator, "is_fsdp2", False))
-    check_sharding(accelerator, objective)
+    sharded = sharding(accelerator)
+    if sharded and not objective.shards:
+        kind = type(objective).__module__.rpartition(".")[2]
+        raise UserError(
+            f"objective {kind} reads weights outside a net's forward, or trains several nets, so it is not sharded; "
+            "launch it with DDP, as by configs/accelerate/gpu8.yaml"
+        )
     for net in objective.nets.values():
         _place(net, accelerator.device).train()
     average = Ema(objective.exported(), ema.decay)  # of the plain module, before anything is put around it
@@ -172,10 +177,10 @@ def prepare(
         settings[name] = override(optim, overrides.get(name))
         settings[name].check(loop.steps)
         _adapt(net, loop)
-        if sharding:
+        if sharded:
             shard(net, accelerator, bf16=loop.precision == "bf16")
         optimizer = build_optimizer(net, settings[name], getattr(objective, "no_decay", ()))
-        if sharding:
+        if sharded:
             nets[name], optimizers[name] = net, accelerator.prepare_optimizer(optimizer)
         else:
             nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
@@ -184,20 +189,6 @@ def prepare(
         _place(module, accelerator.device).requires_grad_(False).eval()
     best = Best(loop.keep_best)
     return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, best=best)
-
-
-def check_sharding(accelerator: Accelerator, objective: Objective) -> None:
-    """Refuses a launch with FSDP that this code or the objective is not made for."""
-    if str(accelerator.distributed_type) != "DistributedType.FSDP":
-        return
-    if not accelerator.is_fsdp2:
-        raise UserError("fsdp_version 1 is not supported; launch with configs/accelerate/fsdp8.yaml, which has 2")
-    if not objective.shards:
-        kind = type(objective).__module__.rpartition(".")[2]
-        raise UserError(
-            f"objective {kind} reads weights outside a net's forward, or trains several nets, so it is not sharded; "
-            "launch it with DDP, as by configs/accelerate/gpu8.yaml"
-        )
 
 
 def _adapt(net: nn.Module, loop: LoopConfig) -> None:

@@ -6,16 +6,34 @@ the computation, afterwards they are freed; gradients are reduced in float32. Th
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from visgen.config import UserError
 from visgen.train.blocks import blocks_of
+
+
+def sharding(accelerator: Accelerator) -> bool:
+    """Whether this launch asks for sharded weights. (On the CPU accelerate knows no FSDP, but tells of the wish.)
+
+    Raises:
+        UserError: it asks for the older kind.
+    """
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP") or accelerator.num_processes == 1:
+        return False
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError("fsdp_version 1 is not supported; launch with configs/accelerate/fsdp8.yaml, which has 2")
+    return True
 
 
 def shard(net: nn.Module, accelerator: Accelerator, bf16: bool) -> None:
@@ -30,6 +48,20 @@ def shard(net: nn.Module, accelerator: Accelerator, bf16: bool) -> None:
     for block in blocks_of(net):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+@contextlib.contextmanager
+def no_sync(accelerator: Accelerator, net: nn.Module) -> Iterator[None]:
+    """Within it gradients of `net` add up on each process, and are not reduced."""
+    if not isinstance(net, FSDPModule):
+        with accelerator.no_sync(net):
+            yield
+        return
+    net.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        net.set_requires_gradient_sync(True)
 
 
 def is_sharded(module: nn.Module) -> bool:

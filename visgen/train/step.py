@@ -19,7 +19,7 @@ from visgen.nn.keyed import Rows
 from visgen.train.log import Log
 from visgen.train.optim import learning_rate
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
-from visgen.train.shards import full, is_sharded
+from visgen.train.shards import full, is_sharded, no_sync
 from visgen.train.state import State
 
 
@@ -46,9 +46,9 @@ def take_turn(state: State, name: str, turn: int, batches: list[Batch], step: in
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
         rng = Rows(key + places_of(state, i))
-        with contextlib.nullcontext() if last else accelerator.no_sync(net), _precision(state, net):
-            loss, logs = state.objective.loss(name, state.nets, batch, step, rng)
-        with contextlib.nullcontext() if last else accelerator.no_sync(net):
+        with contextlib.nullcontext() if last else no_sync(accelerator, net):
+            with _precision(state, net):
+                loss, logs = state.objective.loss(name, state.nets, batch, step, rng)
             accelerator.backward(loss / len(batches))
         for what, value in {"loss": loss, **logs}.items():
             meter.add(f"{name}/{what}", value)
@@ -121,4 +121,6 @@ def read_meter(state: State, step: int, data_wait: float, out: Log) -> dict[str,
 
 def _precision(state: State, net: nn.Module) -> Any:
     """Autocast around a sharded net; DDP's has it in its forward."""
-    return state.accelerator.autocast() if is_sharded(net) else contextlib.nullcontext()
+    if not is_sharded(net) or state.loop.precision != "bf16":
+        return contextlib.nullcontext()
+    return torch.autocast(state.accelerator.device.type, torch.bfloat16)
