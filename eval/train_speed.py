@@ -26,6 +26,7 @@ from visgen.train.bench import Measured, measure
 from visgen.train.loop import make_accelerator
 from visgen.train.main import TrainConfig
 from visgen.train.seeds import BUILD, seed_process
+from visgen.train.shards import sharding
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def main() -> None:
     if accelerator.is_main_process:
         facts = {
             "config": str(settings.config),
-            "launch": str(accelerator.distributed_type).removeprefix("DistributedType."),
+            "weights": "sharded" if sharding(accelerator) else "whole",
             "precision": loop.precision,
             "compiled": loop.compiled if loop.compile else "no",
             "recompute": loop.recompute,
@@ -94,10 +95,11 @@ def main() -> None:
         }
         text = table(found)
         (out / "train_speed.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1) + "\n")
-        head = f"{facts['config']}, {found.processes} x {facts['gpu'] or 'CPU'}, {facts['launch']}, {loop.precision}, "
+        head = f"{facts['config']}, {found.processes} x {facts['gpu'] or 'CPU'}, weights {facts['weights']}, {loop.precision}, "
         head += f"compiled: {facts['compiled']}, recompute: {loop.recompute}, torch {facts['torch']}"
         (out / "train_speed.md").write_text(f"```\n{facts['command']}\n```\n\n{head}\n\n{text}\n")
         print(f"{head}\n\n{text}")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -15,7 +15,9 @@ from test_processes import launch
 from toy import HERE, metrics
 
 from visgen import checkpoint
-from visgen.config import build
+from visgen.config import UserError, build, load
+from visgen.train.loop import prepare
+from visgen.train.main import TrainConfig
 
 TRUNK = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16}
 STILL = {"token_dropout": 0.0, "residual_dropout": 0.0, "mlp_dropout": 0.0}
@@ -230,13 +232,14 @@ def test_sharded_bf16_compiled_and_recomputed(one, plans, tmp_path):
         assert curves[0] == pytest.approx(curves[1], rel=2e-2)
 
 
-def test_what_cannot_be_sharded_is_refused(plans):
-    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
-    with pytest.raises(
-        AssertionError, match=r"objective vq reads weights outside .* it is not sharded; launch it with"
-    ):
-        launch(
-            *("-m", "accelerate.commands.launch", *config, "train.py", str(plans / "all" / "vq.yaml")),
-            *("--loop.out", str(plans / "refused")),
-            CUDA_VISIBLE_DEVICES="",
-        )
+@pytest.mark.parametrize(
+    ("kind", "version", "said"),
+    [("vq", "2", "objective vq reads weights outside"), ("next_token", "1", "fsdp_version 1 is not supported")],
+)
+def test_what_cannot_be_sharded_is_refused(plans, monkeypatch, kind, version, said):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    config = load(TrainConfig, [str(plans / "all" / f"{kind}.yaml")])
+    launched = SimpleNamespace(num_processes=2)
+    with pytest.raises(UserError, match=said):
+        prepare(build(config.objective), plans, [], launched, config.loop, config.optim, config.ema)

@@ -86,6 +86,7 @@ def test_a_second_signal_ends_at_once(monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
     """As Ctrl-C does, which a terminal sends to all processes of its foreground group."""
     flags = (*NOISY, "--loop.workers", "1", "--loop.steps", "1000", "--loop.save-every", "1000")
