@@ -95,8 +95,8 @@ def main() -> None:
         }
         text = table(found)
         (out / "train_speed.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1) + "\n")
-        head = f"{facts['config']}, {found.processes} x {facts['gpu'] or 'CPU'}, weights {facts['weights']}, {loop.precision}, "
-        head += f"compiled: {facts['compiled']}, recompute: {loop.recompute}, torch {facts['torch']}"
+        head = f"{facts['config']}, {found.processes} x {facts['gpu'] or 'CPU'}, weights {facts['weights']}, "
+        head += f"{loop.precision}, compiled: {facts['compiled']}, recompute: {loop.recompute}, torch {facts['torch']}"
         (out / "train_speed.md").write_text(f"```\n{facts['command']}\n```\n\n{head}\n\n{text}\n")
         print(f"{head}\n\n{text}")
     accelerator.wait_for_everyone()
