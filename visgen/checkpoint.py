@@ -412,10 +412,31 @@ def unfinished(final: Path) -> Path:
 
 
 def publish(final: Path) -> None:
-    """Names a complete directory in one rename: a kill leaves none under the final name, or a whole one."""
+    """Names a complete directory in one rename: a kill leaves none under the final name, or a whole one, and so does a
+    power cut, since its files are on the disk before."""
+    temporary = unfinished(final)
+    for path in (*temporary.rglob("*"), temporary):
+        _flush(path)
     if final.exists():
         _remove(final)
-    os.replace(unfinished(final), final)
+    os.replace(temporary, final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def set_aside(step: Path) -> None:
+    """Renames a damaged step, so that it counts no more as one of its run."""
+    name = step.with_name(f"damaged_{step.name}")
+    shutil.rmtree(name, ignore_errors=True)  # of an earlier time
+    os.replace(step, name)
 
 
 def keep_last(run: Path, keep: int, best: int = 0) -> None:

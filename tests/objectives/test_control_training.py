@@ -125,7 +125,7 @@ def test_the_export_of_a_frozen_base_never_moves(runs: Path, tmp_path: Path) -> 
         assert not without, without
         optimizer.step()
         optimizer.zero_grad()
-        average.update_parameters(model)
+        average.update()
     for state in (model.state_dict(), average.module.state_dict()):
         moved = {k for k in state if not torch.equal(state[k], before[k])}
         assert moved and all(k.startswith("control.") for k in moved)

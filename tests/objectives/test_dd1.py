@@ -96,7 +96,8 @@ def test_the_loss_is_the_surprise_at_the_teachers_tokens(teacher_dir: Path) -> N
         h = model.backbone(values[i : i + 1], None, cond=cond, level=level[i : i + 1])[:, 1:]
         surprise = -model.head.output(h)[0].log_softmax(-1).gather(1, tokens[i, :, None])
         total, count = total + float(surprise.detach()[start:].sum()), count + 16 - start
-    assert abs(float(loss.detach()) - total / count) < 1e-5 and torch.equal(logs["nats_per_token"], loss.detach())
+    assert abs(float(logs["nats_per_token"]) - total / count) < 1e-5
+    assert abs(float(loss.detach()) - total / (4 * (16 - 0.5 * 6))) < 1e-5  # over the mean count, whoever has the rows
 
 
 def test_the_second_output_learns_the_codes(teacher_dir: Path) -> None:

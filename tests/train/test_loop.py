@@ -2,7 +2,9 @@
 
 import json
 import math
+import resource
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -212,12 +214,48 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
 
 
 @pytest.mark.parametrize("log_every", ["1", "5"])
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, log_every):
+def test_losses_that_are_not_finite_stop_the_run(tmp_path, log_every):
+    flags = ("--objective.poison", "4", "--objective.poisoned", "9", "--loop.steps", "12", "--loop.most-skipped", "2")
     with pytest.raises(UserError) as found:
-        train(tmp_path / "run", "--objective.poison", "4", "--loop.log-every", log_every)
-    assert str(found.value).startswith("model: the loss is not finite at step 5; the last checkpoint is ")
-    assert "step_0000004" in str(found.value)
-    assert [p.name for p in checkpoint.find_steps(tmp_path / "run")] == ["step_0000002", "step_0000004"]
+        train(tmp_path / "run", *flags, "--loop.log-every", log_every)
+    said = str(found.value)
+    assert said.startswith("model: the loss is not finite at step 7, nor were ") and "\n" not in said
+    kept = checkpoint.find_steps(tmp_path / "run")
+    assert f"(loop.most_skipped 2); the last checkpoint is {kept[-1]}; " in said
+    assert kept[-1].name == "step_0000006"  # whose last two steps were skipped
+    weights = [load_file(p / "state" / "model.safetensors") for p in kept]
+    assert all(torch.isfinite(v).all() for w in weights for v in w.values())
+    assert same(*({k: v for k, v in w.items() if "calls" not in k} for w in weights[1:]))
+
+
+@pytest.mark.parametrize("accumulation", ["1", "2"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys, accumulation):
+    flags = ("--loop.accumulation", accumulation, "--loop.save-every", "1", "--objective.gan-start", "9")
+    poisoned = train(tmp_path / "a", "--objective.poison", "2", "--objective.poisoned", "2", *flags)
+    said = capsys.readouterr().err
+    assert "warning: model: the loss is not finite at step 3; 1 steps until step 3 were skipped" in said
+    found = metrics(poisoned)
+    assert [line.get("model/skipped") for line in found] == [None, None, 1, 1, None, None]
+    assert found[2]["model/loss"] is None and math.isfinite(found[4]["model/loss"])
+    states = [load_file(p / "state" / "model.safetensors") for p in checkpoint.find_steps(poisoned)]
+    weights = [state["model.encode.weight"] for state in states]
+    moved = [not torch.equal(a, b) for a, b in pairwise(weights)]
+    assert moved == [True, False, False, True, True]
+    moments = torch.load(poisoned / "step_0000006" / "state" / "optimizer.bin", weights_only=True)["state"]
+    assert {int(m["step"]) for m in moments.values()} == {4}
+
+
+def test_a_fused_optimiser_skips_as_the_host_does(tmp_path, monkeypatch):
+    """What a GPU does, on the CPU."""
+    flags = ("--objective.poison", "2", "--objective.poisoned", "2")
+    plain = train(tmp_path / "a", *flags)
+    real = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *given, **named: real(*given, **{**named, "fused": True}))
+    fused = train(tmp_path / "b", *flags)
+    for a, b in zip(metrics(plain), metrics(fused), strict=True):
+        assert a == pytest.approx(b, abs=1e-6)
+    a, b = (torch.load(r / "step_0000006" / "state" / "optimizer.bin", weights_only=True) for r in (plain, fused))
+    assert {int(m["step"]) for m in a["state"].values()} == {int(m["step"]) for m in b["state"].values()} == {4}
 
 
 def test_bf16_on_the_cpu_and_silence_about_the_run(tmp_path, capsys):
@@ -337,14 +375,40 @@ NEEDED = (
 
 @pytest.mark.parametrize("keep", [0, 0.5, 0.9])
 @pytest.mark.parametrize("name", NEEDED.split())
-def test_a_truncated_newest_step_names_the_way_out(whole, tmp_path, name, keep):
+def test_a_truncated_newest_step_falls_back_to_the_one_before(whole, tmp_path, capsys, name, keep):
     run = damaged(whole, tmp_path, name, keep)
-    with pytest.raises(UserError) as found:
-        train(run, *NOISY)
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+    said = capsys.readouterr().err
+    assert f"warning: {run / 'step_0000004'} does not fit this config or is damaged (" in said
+    assert "; going on from step_0000002, the damaged one is kept as damaged_*" in said
+    assert (run / "damaged_step_0000004").is_dir()
+    assert same(state_of(whole / "step_0000006"), state_of(run / "step_0000006"))
+
+
+def test_a_newest_step_without_its_state_falls_back_too(whole, tmp_path, capsys):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    shutil.rmtree(run / "step_0000004" / "state")
+    assert metrics(train(run, *NOISY)) == metrics(whole) and "warning: " in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(whole, tmp_path, monkeypatch):
+    """A limit on the size of files stands for the disk: some of a step's files are written, then one cannot be."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            train(run, *NOISY)
+    size = (run / "step_0000002" / "state" / "optimizer.bin").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, before[1]))
+    try:
+        with pytest.raises(UserError) as found:
+            train(run, *NOISY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = str(found.value)
-    assert said.startswith(f"{run / 'step_0000004'} does not fit this config or is damaged (") and "\n" not in said
-    assert said.endswith(f"; if damaged, remove it to go on from {run / 'step_0000002'}")
-    shutil.rmtree(run / "step_0000004")
+    assert f"{run / 'step_0000004'} cannot be written; the last checkpoint is {run / 'step_0000002'}; make room" in said
+    assert "\n" not in said and not list(run.glob(".step_*"))
     assert metrics(train(run, *NOISY)) == metrics(whole)
 
 

@@ -83,7 +83,7 @@ def test_average_equals_its_formula_and_copies_buffers():
             net.weight.fill_(value)
             net.running_mean.fill_(10 * value)
             net.num_batches_tracked += 1
-        ema.update_parameters(net)
+        ema.update()
         decay = min(0.4, (1 + t) / (10 + t))
         mean = value if t == 0 else decay * mean + (1 - decay) * value
         assert ema.module.weight.tolist() == pytest.approx([mean.item()] * 2, rel=1e-6)
@@ -99,5 +99,5 @@ def test_zero_decay_is_a_copy():
     for _ in range(3):
         with torch.no_grad():
             net.weight.normal_()
-        ema.update_parameters(net)
+        ema.update()
         assert torch.equal(ema.module.weight, net.weight)

@@ -68,6 +68,31 @@ def test_a_checkpoint_of_two_processes_continues_in_one(two, one, tmp_path):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+def test_two_processes_then_one_then_two_see_the_data_in_one_order(two, one, tmp_path):
+    middle, last = tmp_path / "middle", tmp_path / "last"
+    for folder in (middle, last):
+        folder.mkdir()
+    trace = ("--objective.trace", str(middle), "--loop.steps", "4")
+    train(middle / "run", *trace, "--loop.resume", str(two / "run" / "step_0000002"))
+    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
+    run = ("--loop.out", str(last / "run"), "--objective.trace", str(last))
+    run = (*run, "--loop.resume", str(middle / "run" / "step_0000004"))
+    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *run, CUDA_VISIBLE_DEVICES="")
+    order = [(t[0], t[1], t[3]) for t in turns(one, 0)]
+    seen = [t for t in dealt(turns(two, 0), turns(two, 1)) if t[0] < 2]
+    seen += [(t[0], t[1], t[3]) for t in turns(middle, 0)]
+    seen += dealt(turns(last, 0), turns(last, 1))
+    assert seen == order
+    a, b = (load_file(r / "run" / "step_0000006" / "model.safetensors") for r in (last, one))
+    assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
+
+
+def dealt(first, second):
+    """The turns of two processes, and the samples of both in the order of the step."""
+    pairs = zip(first, second, strict=True)
+    return [(a[0], a[1], [i for both in zip(a[3], b[3], strict=True) for i in both]) for a, b in pairs]
+
+
 STANDING = """
 import sys
 from toy import plugins, train

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from visgen.train import main as program
 
 HERE = Path(__file__).parent
+CLOCK = ("images_per_s", "tokens_per_s", "mfu", "data_wait")  # depend on the clock
 WORDS = """--objective.kind toy --data.kind toy --log.no-wandb --loop.workers 0 --loop.precision fp32
     --loop.steps 6 --loop.batch 8 --loop.log-every 1 --loop.save-every 2 --loop.keep-last 0"""
 FLAGS = tuple(WORDS.split())
@@ -41,7 +42,7 @@ def train(out: Path | str, *flags: str) -> Path:
 def metrics(run: Path, *drop: str) -> list[dict]:
     """The lines of `metrics.jsonl` without what depends on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("images_per_s", *drop)} for line in lines]
+    return [{k: v for k, v in line.items() if k not in (*CLOCK, *drop)} for line in lines]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from visgen.nn.keyed import GOLDEN, MIX_1, MIX_2, fraction, mix, signed
+
 
 class Stream(IntEnum):
     """Independent uses of noise at one position."""
@@ -23,29 +25,6 @@ class Stream(IntEnum):
     RESIDUAL = 3
     DENOISE = 4
     ORDER = 5  # in which the tokens of an image are drawn
-
-
-def _signed(constant: int) -> int:
-    """A constant modulo 2^64 as the int64 with the same bits."""
-    constant %= 1 << 64
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-
-
-def mix(x: Tensor) -> Tensor:
-    """A bijection of int64 whose output bits look independent of its input."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class Noise:
@@ -60,12 +39,12 @@ class Noise:
 
     def bits(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """index [B, W] token positions (iteration: a number or [B, 1] or [B, W]) -> int64 [B, W, lanes]."""
-        key = mix(self.seeds + _GOLDEN).unsqueeze(1)
-        key = mix(key + index * _GOLDEN)
-        key = mix(key ^ _signed((int(stream) + 1) * _MIX_1))
-        key = mix(key + (_signed(iteration * _MIX_2) if isinstance(iteration, int) else iteration * _MIX_2))
+        key = mix(self.seeds + GOLDEN).unsqueeze(1)
+        key = mix(key + index * GOLDEN)
+        key = mix(key ^ signed((int(stream) + 1) * MIX_1))
+        key = mix(key + (signed(iteration * MIX_2) if isinstance(iteration, int) else iteration * MIX_2))
         lane = torch.arange(1, lanes + 1, device=index.device)
-        return mix(key.unsqueeze(-1) + lane * _GOLDEN)
+        return mix(key.unsqueeze(-1) + lane * GOLDEN)
 
     def order(self, tokens: int) -> Tensor:
         """A random order of the places of each image: [B, tokens], the place that is n-th."""
@@ -74,8 +53,7 @@ class Noise:
 
     def uniform(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """float32 [B, W, lanes] in (0, 1): a multiple of 2^-40 plus a half, so small values keep their precision."""
-        bits = _shift(self.bits(index, lanes, stream, iteration), 24)
-        return ((bits.float() + 0.5) * 2.0**-40).clamp(max=1 - 2.0**-24)
+        return fraction(self.bits(index, lanes, stream, iteration))
 
     def gumbel(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """Standard Gumbel, float32 [B, W, lanes]: -log E, where E = -log(1 - U) is exponential."""

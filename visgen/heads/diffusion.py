@@ -20,6 +20,7 @@ from visgen.checks import Depth, Positive
 from visgen.heads import Head
 from visgen.nn.ancestral import Variance, chain, divergence
 from visgen.nn.diffusion import TIMES, Path, Predicts, Schedule, sinusoids
+from visgen.nn.keyed import Rng, normal
 
 if TYPE_CHECKING:
     from visgen.heads._diffusion_fused import FusedDenoised
@@ -88,11 +89,11 @@ class DiffusionHead(Head):
         self._chain: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._init()
 
-    def draws(self, shape: torch.Size, rng: torch.Generator, device: torch.device) -> Draws:
+    def draws(self, shape: torch.Size, rng: Rng, device: torch.device) -> Draws:
         """For targets of `shape` [..., C]."""
         times = (self.config.repeats, *shape[:-1])
-        time = self.path.draw(times, rng, self.config.times, device)
-        return Draws(time, torch.randn(*times, shape[-1], generator=rng, device=device))
+        time = self.path.draw(times, rng, self.config.times, device, axis=1)
+        return Draws(time, normal((*times, shape[-1]), rng, device, axis=1))
 
     def loss(self, h: Tensor, target: Tensor, draws: Draws | None = None) -> Tensor:
         """Mean over draws [B, W], float32. Without draws they are the same at every call."""

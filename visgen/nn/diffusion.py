@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from visgen.checks import UserError
+from visgen.nn.keyed import Rng, normal, uniform
 
 Predicts = Literal["epsilon", "velocity"]
 Schedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"]
@@ -65,13 +66,13 @@ class Path:
         """What the network is to predict."""
         return noise if self.predicts == "epsilon" else noise - clean
 
-    def draw(self, shape: tuple[int, ...], rng: torch.Generator, law: str, device: torch.device) -> Tensor:
+    def draw(self, shape: tuple[int, ...], rng: Rng, law: str, device: torch.device, axis: int = 0) -> Tensor:
         """Independent times for training, float32; `law` is uniform or logit_normal (Esser et al. 2024, arXiv
         2403.03206, section 3.1: location 0, scale 1)."""
         if law == "logit_normal":
-            share = torch.randn(shape, generator=rng, device=device).sigmoid()
+            share = normal(shape, rng, device, axis).sigmoid()
         else:
-            share = torch.rand(shape, generator=rng, device=device)
+            share = uniform(shape, rng, device, axis)
         time = share * TIMES
         return time if self.predicts == "velocity" else time.floor().clamp(max=TIMES - 1)
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from visgen.data import Batch, Data
+from visgen.nn.keyed import Rng
 
 Logs = dict[str, Tensor]
 
@@ -28,12 +28,14 @@ class Objective(ABC):
         frozen: modules that are only moved to the device, filled by `setup`.
         export: the net whose `.model` gets the EMA and is saved for sampling.
         part: the sub-module of the exported one that is saved, over frozen weights that `facts` name; empty: all of it.
+        shards: whether its one net may be sharded (FSDP2): no weights of it are read outside of its forward.
         facts: further metadata of the saved file, filled by `setup`.
         held_out_values: names of the values of `held_out`.
         larger_is_better: those of them whose largest is the best; of the others it is the smallest.
     """
 
     part: str = ""
+    shards: bool = False
     facts: Mapping[str, str] = MappingProxyType({})
     held_out_values: tuple[str, ...] = ()
     larger_is_better: tuple[str, ...] = ()
@@ -60,12 +62,11 @@ class Objective(ABC):
         """Before the turns of `step`; `average` is the EMA of the exported module, which may be read."""
 
     @abstractmethod
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
-        """Loss of `name`'s turn and detached scalars to log. `nets` are the prepared (wrapped) modules: call
-        `nets[name](...)` once; other nets enter through their parameters only. May keep detached tensors between the
-        turns of one step."""
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
+        """Loss of `name`'s turn and detached scalars to log, means over rows. Random numbers are drawn from `rng` by
+        `visgen.nn.keyed`, so that they belong to rows and not to processes. `nets` are the prepared (wrapped) modules:
+        call `nets[name](...)` once; other nets enter through their parameters only. May keep detached tensors between
+        the turns of one step."""
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         """Images [B, 3, H, W] in [-1, 1] for the logger, made with `model` (the EMA of the exported module)."""

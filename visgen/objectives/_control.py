@@ -15,6 +15,7 @@ from visgen.data import Batch, Data
 from visgen.data._mapped import Mapped
 from visgen.model import Model
 from visgen.nn.control import ControlEncoder
+from visgen.nn.keyed import Rng, uniform, whole
 
 NEW = ("control.", "condition.control.")  # what a model under control has and its base lacks
 
@@ -62,7 +63,7 @@ class Maps:
             return data
         return data if self.read is None else Mapped(data, self.read.extract)
 
-    def batch(self, batch: Batch, rng: torch.Generator | None = None) -> Batch:
+    def batch(self, batch: Batch, rng: Rng | None = None) -> Batch:
         """The batch with a map [B, T, 3, H, W] for each row: of a kind drawn by `rng`, or of all kinds in turn."""
         made = [
             batch["map"] if "map" in batch and i == 0 else control.extract(batch["pixels"])
@@ -74,7 +75,7 @@ class Maps:
         if rng is None:
             kind = torch.arange(rows, device=device) % len(made)
         else:
-            kind = torch.randint(len(made), (rows,), generator=rng, device=device)
+            kind = whole(len(made), rows, rng, device)
         return {**batch, "map": torch.stack(made)[kind, torch.arange(rows, device=device)]}
 
 
@@ -115,6 +116,6 @@ def encoders(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, ControlEncoder)]
 
 
-def drops(rate: float, rows: int, rng: torch.Generator, device: torch.device) -> Tensor | None:
+def drops(rate: float, rows: int, rng: Rng, device: torch.device) -> Tensor | None:
     """Rows [B] whose control alone is dropped; None, and no number drawn, where that is off."""
-    return torch.rand(rows, generator=rng, device=device) < rate if rate else None
+    return uniform((rows,), rng, device) < rate if rate else None

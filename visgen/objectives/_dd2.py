@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from visgen import config as configs
 from visgen.config import UserError, plugin_config
 from visgen.model import ModelConfig
 from visgen.nn.diffusion import TIMES
+from visgen.nn.keyed import Rng, normal
 
 Times = tuple[float, float]
 
@@ -33,11 +33,11 @@ def check_form(model: Any, times: Times, objective: str) -> None:
         raise UserError(f"objective.times {times} must satisfy 0 < first < last <= 1")
 
 
-def draws(head: Any, clean: Tensor, count: int, times: Times, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def draws(head: Any, clean: Tensor, count: int, times: Times, rng: Rng) -> tuple[Tensor, Tensor]:
     """Times [R, B, N, 1] within `times` and noise [R, B, N, C] for tokens [B, N, C], by the head's law of times."""
     shape = (count, *clean.shape[:-1], 1)
-    share = head.path.draw(shape, rng, head.config.times, clean.device) / TIMES
-    noise = torch.randn(count, *clean.shape, generator=rng, device=clean.device)
+    share = head.path.draw(shape, rng, head.config.times, clean.device, axis=1) / TIMES
+    noise = normal((count, *clean.shape), rng, clean.device, axis=1)
     return times[0] + (times[1] - times[0]) * share, noise
 
 

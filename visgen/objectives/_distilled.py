@@ -18,6 +18,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng, whole
 from visgen.nn.mixture import STEPS
 from visgen.objectives import Objective
 from visgen.objectives._control import Maps
@@ -112,7 +113,7 @@ class Distillation(Objective):
     def reading(self, data: Data) -> Data:
         return data if self.maps is None else self.maps.reading(data)
 
-    def mapped(self, batch: Batch, rng: torch.Generator | None = None) -> Batch:
+    def mapped(self, batch: Batch, rng: Rng | None = None) -> Batch:
         """The batch with its control maps."""
         return batch if self.maps is None else self.maps.batch(batch, rng)
 
@@ -124,14 +125,14 @@ class Distillation(Objective):
             self._engine = self.make_engine(self.frozen["teacher"])
         return make_pairs(self._engine, self.exported().backbone.codes, asked(batch), seeds)
 
-    def seeds(self, batch: Batch, rng: torch.Generator | None = None) -> Tensor:
+    def seeds(self, batch: Batch, rng: Rng | None = None) -> Tensor:
         """Of a batch of pairs its own; else drawn by `rng`, or those of evaluation."""
         if "seed" in batch:
             return batch["seed"]
         count, device = rows(batch), self.exported().parameter_device()
         if rng is None:
             return SEEDS + torch.arange(count, device=device)
-        return torch.randint(SEEDS, (count,), generator=rng, device=device)
+        return whole(SEEDS, count, rng, device)
 
     def make_engine(self, teacher: Any) -> Engine:
         if self.config.captured and teacher.parameter_device().type == "cuda":

@@ -21,6 +21,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
+from visgen.nn.keyed import Rng, normal, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._tokens import drawn, read_tokenizer, tokens_of
 
@@ -72,6 +73,7 @@ class Blocks(Objective):
     """`nets["model"]` returns the mean squared error of the batch's noised tokens."""
 
     export = "model"
+    shards = True
     held_out_values = ("mse",)
 
     def __init__(self, config: Config) -> None:
@@ -84,17 +86,15 @@ class Blocks(Objective):
     def setup(self, data: Data) -> None:
         self.frozen |= read_tokenizer(self.config.tokenizer, self.exported(), data)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         tokens = tokens_of(batch, self.frozen).float()
         model: Any = self.exported()
         blocks = model.tokens // model.backbone.layout.block
         model.backbone.streams.prepare(tokens.device)
         model.head.path.prepare(tokens.device)
         time = model.head.path.draw((len(tokens), blocks), rng, self.config.times, tokens.device)
-        noise = torch.randn(tokens.shape, generator=rng, device=tokens.device)
-        drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < self.config.model.condition.dropout
+        noise = normal(tokens.shape, rng, tokens.device)
+        drop = uniform((len(tokens),), rng, tokens.device) < self.config.model.condition.dropout
         return nets[name](tokens, batch, drop, time, noise)
 
     def held_out(self, model: Any, batch: Batch) -> Logs:

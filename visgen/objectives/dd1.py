@@ -25,9 +25,12 @@ from visgen.config import UserError, plugin_config
 from visgen.data import Batch
 from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs
 from visgen.objectives._distilled import Distillation, PreviewConfig, TeacherConfig, asked, rows, start_from_teacher
 from visgen.samplers._teacher import Teacher, noise_of
+
+LATE = 0.5  # share of the rows whose tokens before `second` are given
 
 
 def _model() -> ModelConfig:
@@ -72,15 +75,13 @@ class DD1(Distillation):
         if self.config.start == "teacher":
             start_from_teacher(model, teacher.model)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         batch = self.mapped(batch, rng)
         count, device = rows(batch), self.exported().parameter_device()
         seeds = self.seeds(batch, rng)
         tokens = self.tokens(batch, seeds)
         second = self.config.model.backbone.second
-        late = torch.rand(count, generator=rng, device=device) < (0.5 if second else 0.0)
+        late = uniform((count,), rng, device) < (LATE if second else 0.0)
         values, level = inputs(self.exported(), tokens, seeds, second * late.long())
         return nets[name](values, level, tokens, asked(batch))
 
@@ -103,11 +104,18 @@ class StudentNet(nn.Module):
         super().__init__()
         self.model, self.regression = model, regression
 
+    def expected(self, rows: int) -> float:
+        """Mean number of tokens with a loss. Losses are divided by it, not by the number that was drawn, so that a step
+        is the same however its rows are dealt out over processes and micro-batches."""
+        backbone: Any = self.model.backbone
+        return rows * (self.model.tokens - LATE * backbone.config.second)
+
     def forward(self, values: Tensor, level: Tensor, tokens: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Logs]:
         h, cond = hidden(self.model, values, level, batch)
-        count = level.sum()
-        loss = (self.model.head.loss(h, tokens) * level).sum() / count
-        logs = {"nats_per_token": loss.detach()}
+        loss = (self.model.head.loss(h, tokens) * level).sum()
+        logs = {"nats_per_token": loss.detach() / level.sum()}
+        count = self.expected(len(tokens))
+        loss = loss / count
         if self.regression:
             backbone: Any = self.model.backbone
             far = (backbone.vectors(h, cond) - backbone.codes[tokens]).square().mean(-1)

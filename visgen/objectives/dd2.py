@@ -40,6 +40,7 @@ from visgen.data import Batch
 from visgen.decode.noise import Noise
 from visgen.decode.points import Points
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng, normal
 from visgen.nn.mixture import denoise
 from visgen.objectives import Logs
 from visgen.objectives._dd2 import check_form, draws, model_config, predicted
@@ -126,12 +127,10 @@ class DD2(Distillation):
             for own, mean in zip(self.exported().parameters(), average.parameters(), strict=True):
                 own.copy_(mean)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         batch, model = self.mapped(batch, rng), self.exported()
         device, channels = model.parameter_device(), model.config.backbone.channels
-        noise = torch.randn(rows(batch), model.tokens, channels, generator=rng, device=device)
+        noise = normal((rows(batch), model.tokens, channels), rng, device)
         if name == "student":
             return nets[name](noise, asked(batch), lambda q: self.judged(q, batch, rng))
         with torch.no_grad(), self._quick(device):
@@ -141,7 +140,7 @@ class DD2(Distillation):
         t, e = draws(critic.head, q, critic.head.config.repeats, self.config.times, rng)
         return nets[name](q, given, t, e, asked(batch))
 
-    def judged(self, q: Tensor, batch: Batch, rng: torch.Generator) -> tuple[Tensor, Logs]:
+    def judged(self, q: Tensor, batch: Batch, rng: Rng) -> tuple[Tensor, Logs]:
         """The loss of the generator's tokens q [B, N, C]; its gradient reaches q alone."""
         model: Any = self.exported()
         critic: Any = self.nets["critic"].model

@@ -23,6 +23,7 @@ from visgen.data import Batch
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs
 from visgen.objectives._distilled import Distillation, TeacherConfig, asked, features, rows, start_from_teacher
 from visgen.samplers._teacher import Teacher
@@ -73,13 +74,11 @@ class DD2Teacher(Distillation):
             raise UserError(f"objective.teacher {self.config.teacher} reads code vectors already; use it as it is")
         start_from_teacher(model, teacher.model)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         batch = self.mapped(batch, rng)
         tokens, teacher = self.tokens(batch, self.seeds(batch, rng)), self.frozen["teacher"]
         rate = self.config.model.condition.dropout
-        drop = torch.rand(rows(batch), generator=rng, device=tokens.device) < rate if rate else None
+        drop = uniform((rows(batch),), rng, tokens.device) < rate if rate else None
         with torch.no_grad():
             wanted = _logits(teacher, tokens, asked(batch), drop)
         table = teacher.backbone.tok_embeddings.weight.float()  # type: ignore[union-attr]

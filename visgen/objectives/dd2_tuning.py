@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from visgen.checks import Share
 from visgen.data import Batch
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng
 from visgen.nn.mixture import posterior, velocity
 from visgen.objectives import Logs
 from visgen.objectives._dd2 import check_form, draws, model_config, predicted
@@ -66,14 +67,12 @@ class DD2Tuning(Distillation):
     def start(self, model: Any, teacher: Teacher) -> None:
         start_from_teacher(model, teacher.model, head=False)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         batch = self.mapped(batch, rng)
         return nets[name](*self._lesson(batch, self.seeds(batch, rng), rng), asked(batch))
 
     @torch.no_grad()
-    def _lesson(self, batch: Batch, seeds: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _lesson(self, batch: Batch, seeds: Tensor, rng: Rng) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [B, N, C] of the teacher's tokens; them noised [R, B, N, C] at times [R, B, N, 1], and the exact
         velocities there."""
         tokens, model = self.tokens(batch, seeds), self.exported()

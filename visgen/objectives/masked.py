@@ -25,6 +25,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
+from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._tokens import drawn, read_tokenizer, tokens_of
 
@@ -79,6 +80,7 @@ class Masked(Objective):
     """`nets["model"]` returns the head's mean loss over the hidden tokens of a batch."""
 
     export = "model"
+    shards = True
     held_out_values = ("loss",)
 
     def __init__(self, config: Config) -> None:
@@ -102,13 +104,11 @@ class Masked(Objective):
         """Number of tokens that are hidden at `step`, at least one."""
         return max(1, math.ceil(self.share((0.5 + step * GOLDEN) % 1) * self.exported().tokens))
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         tokens = tokens_of(batch, self.frozen).float()
         count, model = self.hidden(step), self.exported()
-        order = torch.rand(tokens.shape[:2], generator=rng, device=tokens.device).argsort(1)
-        drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < self.config.model.condition.dropout
+        order = uniform(tokens.shape[:2], rng, tokens.device).argsort(1)
+        drop = uniform((len(tokens),), rng, tokens.device) < self.config.model.condition.dropout
         draws = model.head.draws(tokens[:, :count].shape, rng, tokens.device)
         loss, logs = nets[name](tokens, batch, drop, order, count, draws)
         return loss, logs | {"hidden": torch.full((), count / model.tokens, device=tokens.device)}

@@ -23,6 +23,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.layout import Grid
 from visgen.model import Model, ModelConfig
+from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
@@ -72,6 +73,7 @@ class NextToken(Objective):
     """`nets["model"]` returns the mean cross-entropy of the batch's tokens, under the control of its maps if any."""
 
     export = "model"
+    shards = True
     held_out_values = ("nats_per_token",)
 
     def __init__(self, config: Config) -> None:
@@ -157,9 +159,7 @@ class NextToken(Objective):
         """Cached tokens [B, N], or those of the batch's pixels."""
         return tokens_of(batch, self.frozen)
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         grid = self.config.model.grid
         if self.sizes:
             size = size_of_step(self.sizes, step)
@@ -168,7 +168,7 @@ class NextToken(Objective):
                 batch["map"] = resized(batch["map"], size, step, exact=True)
         tokens = self.tokens(batch)
         rate = getattr(self.config.model.condition, "dropout", 0.0)
-        drop = torch.rand(len(tokens), generator=rng, device=tokens.device) < rate
+        drop = uniform((len(tokens),), rng, tokens.device) < rate
         alone = None
         if self.maps is not None:
             batch = self.maps.batch(batch, rng)
@@ -177,7 +177,7 @@ class NextToken(Objective):
         draws = self.exported().head.draws(tokens.shape, rng, tokens.device) if tokens.is_floating_point() else None
         order = None
         if self.exported().backbone.ordered:
-            order = torch.rand(tokens.shape[:2], generator=rng, device=tokens.device).argsort(1)
+            order = uniform(tokens.shape[:2], rng, tokens.device).argsort(1)
         return nets[name](tokens, batch, drop, drop_control=alone, grid=grid, draws=draws, order=order)
 
     def held_out(self, model: nn.Module, batch: Batch) -> Logs:

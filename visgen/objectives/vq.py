@@ -28,6 +28,7 @@ from visgen.config import UserError, build, plugin
 from visgen.data import Batch, Data
 from visgen.nn import discriminator
 from visgen.nn.discriminator import Features, LeCam, build_discriminator, hinge_discriminator, hinge_generator
+from visgen.nn.keyed import Rng
 from visgen.nn.perceptual import CONVERT, Perceptual, load_perceptual
 from visgen.objectives import Logs, Objective
 from visgen.tokenizers import Tokenizer
@@ -154,9 +155,7 @@ class VQ(Objective):
         adversarial = "discriminator" in self.nets and step >= self.discriminator_start
         return ["tokenizer", "discriminator"] if adversarial else ["tokenizer"]
 
-    def loss(
-        self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: torch.Generator
-    ) -> tuple[Tensor, Logs]:
+    def loss(self, name: str, nets: dict[str, nn.Module], batch: Batch, step: int, rng: Rng) -> tuple[Tensor, Logs]:
         pixels = batch["pixels"]
         if name == "discriminator":
             return nets[name](pixels, self._fake(pixels), self._features())

@@ -6,14 +6,15 @@ the first update copies. Buffers (norm statistics, a quantiser's counts) are cop
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from visgen.checks import Rate
+from visgen.train.shards import full, is_sharded, like, local
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,72 @@ class EmaConfig:
     save_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-class Ema(AveragedModel):
-    """`AveragedModel` with a warm-up whose update never waits for the device (torch's reads a device counter)."""
+class Ema:
+    """The average of `live`, whose updates never wait for the device. If `live` is sharded afterwards, so is the
+    average once `follow` is told.
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        super().__init__(module)
-        self.decay = decay
-        self.module.requires_grad_(False).eval()
+    Attributes:
+        module: a module with the average's weights, in eval mode; of a sharded one without memory, see `whole`.
+        updates: how many there were.
+    """
+
+    def __init__(self, live: nn.Module, decay: float) -> None:
+        self.live, self.decay, self.updates = live, decay, 0
+        self.module = copy.deepcopy(live).requires_grad_(False).eval()
+        self._shards: list[Tensor] | None = None
+
+    def follow(self) -> None:
+        """To be called once `live` is as it trains."""
+        if is_sharded(self.live):
+            self._shards = [local(p).detach().clone() for p in self.live.parameters()]
+            self.module.to("meta")
 
     def decay_at(self, updates: int) -> float:
         """Weight of the old average in the update that follows `updates` earlier ones."""
         return min(self.decay, (1 + updates) / (10 + updates)) if updates else 0.0
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        updates = int(self.n_averaged)  # lies on the CPU: no wait for the device
-        mean: list[Tensor] = list(self.module.parameters())
-        now: list[Tensor] = list(model.parameters())
-        if updates:
-            get_ema_multi_avg_fn(self.decay_at(updates))(mean, now, updates)
+    def update(self) -> None:
+        mean: list[Tensor] = list(self.module.parameters()) if self._shards is None else self._shards
+        now = [local(p) for p in self.live.parameters()]
+        if self.updates:
+            torch._foreach_lerp_(mean, now, 1 - self.decay_at(self.updates))
         else:
             torch._foreach_copy_(mean, now)
-        for old, new in zip(self.module.buffers(), model.buffers(), strict=True):
-            old.copy_(new)
-        self.n_averaged += 1
+        if self._shards is None:
+            for old, new in zip(self.module.buffers(), self.live.buffers(), strict=True):
+                old.copy_(new)
+        self.updates += 1
+
+    @torch.no_grad()
+    def whole(self) -> nn.Module:
+        """A module with the average's weights. Of a sharded one it is made now, by all processes together."""
+        if self._shards is None:
+            return self.module
+        device = self._shards[0].device
+        made = copy.deepcopy(self.module).to_empty(device=device)
+        for parameter, shard, live in zip(made.parameters(), self._shards, self.live.parameters(), strict=True):
+            parameter.copy_(full(like(shard, live)))
+        for buffer, now in zip(made.buffers(), self.live.buffers(), strict=True):
+            buffer.copy_(now)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, on every process."""
+        return {
+            "n_averaged": torch.tensor(self.updates),
+            **{f"module.{k}": v for k, v in self.whole().state_dict().items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        tensors = {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
+        self.updates = int(state["n_averaged"])
+        if self._shards is None:
+            self.module.load_state_dict(tensors)
+            return
+        missing = [n for n, _ in self.live.named_parameters() if n not in tensors]
+        if missing:
+            raise KeyError(f"the average lacks {missing[0]}")
+        for shard, (name, live) in zip(self._shards, self.live.named_parameters(), strict=True):
+            shard.copy_(local(like(tensors[name], live, whole=True)))

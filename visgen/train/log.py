@@ -6,16 +6,16 @@ Only the main process writes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import netrc
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,52 +47,53 @@ class LogConfig:
 
 
 class Meter:
-    """Means of device scalars since the last read, and the first step at which a loss was not finite."""
+    """Means of finite device scalars since the last read, and the first step at which one was not finite."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, Tensor] = {}
         self.bad: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
         value = value.detach().double()
+        fine = torch.isfinite(value)
+        value, count = torch.where(fine, value, 0.0), fine.double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def watch(self, name: str, value: Tensor, step: int) -> None:
         """Remembers, on the device, the first step at which `value` was infinite or NaN."""
         first = torch.where(torch.isfinite(value.detach()), math.inf, float(step)).double()
         self.bad[name] = torch.minimum(self.bad[name], first) if name in self.bad else first
 
-    def read(self, accelerator: Accelerator) -> tuple[dict[str, float], dict[str, int]]:
-        """Means over steps and processes, and `{name: step}` of what was not finite; empties the meter."""
-        sums, bad = sorted(self.sums), sorted(self.bad)
-        flat = torch.stack([self.sums[n] / self.counts[n] for n in sums] + [self.bad[n] for n in bad])
+    def read(
+        self, accelerator: Accelerator, also: Mapping[str, Tensor | float] = MappingProxyType({})
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Means over steps and processes, and `{name: step}` of what was not finite; empties the meter.
+
+        Args:
+            also: further scalars, of which the largest over the processes is among the means.
+        """
+        sums, bad, more = sorted(self.sums), sorted(self.bad), sorted(also)
+        given = [torch.as_tensor(also[n], dtype=torch.float64) for n in more]
+        here = [t.to(accelerator.device, non_blocking=True) for t in given]
+        flat = torch.stack(
+            [self.sums[n] for n in sums] + [self.counts[n] for n in sums] + [self.bad[n] for n in bad] + here
+        )
         rows = accelerator.gather(flat[None]).tolist()  # [world, K]; the one host read of a logging interval
         columns = list(zip(*rows, strict=True))
-        means = {n: sum(c) / len(c) for n, c in zip(sums, columns, strict=False)}
-        first = {n: min(c) for n, c in zip(bad, columns[len(sums) :], strict=True)}
+        cut = len(sums)
+        totals, counts, first, most = (
+            columns[:cut],
+            columns[cut : 2 * cut],
+            columns[2 * cut : 2 * cut + len(bad)],
+            columns[2 * cut + len(bad) :],
+        )
+        means = {n: sum(t) / sum(c) if sum(c) else math.nan for n, t, c in zip(sums, totals, counts, strict=True)}
+        means |= {n: max(c) for n, c in zip(more, most, strict=True)}
+        steps = {n: min(c) for n, c in zip(bad, first, strict=True)}
         self.sums, self.counts, self.bad = {}, {}, {}
-        return means, {n: int(step) for n, step in first.items() if math.isfinite(step)}
-
-
-class Clock:
-    """Steps a second of the training itself: what happens while `paused` does not count."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.start = step, time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.start += time.monotonic() - began
-
-    def lap(self, step: int) -> float:
-        """Steps a second since the last lap, which ends with `step` steps done."""
-        rate = (step - self.step) / (time.monotonic() - self.start)
-        self.step, self.start = step, time.monotonic()
-        return rate
+        return means, {n: int(step) for n, step in steps.items() if math.isfinite(step)}
 
 
 class Log:
@@ -132,7 +133,7 @@ class Log:
             self.bar.advance(self.task)
 
     def metrics(self, step: int, values: Mapping[str, float], loss: str | None = None) -> None:
-        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows images/s and `values[loss]`, or
+        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows speed and `values[loss]`, or
         all values where `loss` is not named."""
         if not self.main:
             return
@@ -145,6 +146,9 @@ class Log:
             text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         else:
             text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
+            text += f"  {values['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in values else ""
+            text += f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
+            text += f"  data {values['data_wait']:.1%}"
         self.bar.update(self.task, text=text)
         if not self.console.is_terminal:
             self.console.print(f"step {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ step are the same objects in each of its turns, so an objective can keep tensors
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,18 @@ from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
 from visgen.launch import cpus, on_cpu
 from visgen.objectives import Objective
+from visgen.train.blocks import compile_blocks, recompute
 from visgen.train.ema import Ema, EmaConfig
+from visgen.train.faults import Stop
 from visgen.train.held_out import Best, held_out_losses, preview_batch
-from visgen.train.log import Clock, Log, LogConfig, report
-from visgen.train.optim import OptimConfig, build_optimizer, learning_rate, override
+from visgen.train.log import Log, LogConfig, report
+from visgen.train.optim import OptimConfig, build_optimizer, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 from visgen.train.scoring import Scoring
-from visgen.train.seeds import STEP, TURN, random_key, seed_process
-from visgen.train.state import LoopConfig, State, keep_tokenizer, load, mend_export, save
+from visgen.train.shards import shard, sharding
+from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, restore, save
+from visgen.train.step import read_meter, train_step
+from visgen.train.throughput import Clock, operations, peak, speeds
 
 
 def fit(
@@ -61,7 +65,8 @@ def fit(
         scoring: distances of drawn images, on all processes.
 
     Raises:
-        UserError: settings that do not fit together, what the objective's `setup` refuses, a loss that is not finite.
+        UserError: settings that do not fit together, what the objective's `setup` refuses, too many steps
+            that are not finite, a checkpoint that cannot be written.
     """
     for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
         check(settings, name)
@@ -72,17 +77,21 @@ def fit(
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     if scoring is not None:
         scoring.prepare(objective, accelerator)
-    start = load(state, resume) if resume is not None else 0
+    start, warning, mended, in_place = 0, "", "", False
+    if resume is not None:
+        in_place = resume.parent.resolve() == run.resolve()
+        start, resume, warning = restore(state, resume, fall_back=in_place)
     if accelerator.is_main_process:
         checkpoint.clean(run)
         state.tokenizer = keep_tokenizer(objective, data, run, resume)
+    if resume is not None and in_place:
+        mended = mend_export(state, resume, start)
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
-            in_place = resume if resume is not None and resume.parent.resolve() == run.resolve() else None
-            if in_place is not None and (mended := mend_export(state, in_place, start)):
-                out.say(mended)
+            for line in filter(None, (warning, mended)):
+                out.say(line)
         if start >= loop.steps:
             out.say(
                 f"all {loop.steps} steps are done; to go on: a larger loop.steps, another loop.out, --loop.resume {run}"
@@ -93,28 +102,40 @@ def fit(
         looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
         spare = objective.reading(held_out()) if looks and held_out is not None else data
         preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
-        clock = Clock(start)
-        for step, batches in enumerate(_batches(state, data, start), start):
-            train_step(state, batches, step)
-            done = step + 1
-            out.advance()
-            with clock.paused():
-                improved = _evaluate(state, spare if looks else None, done, out)
-                if scoring is not None and scoring.due(done, loop.steps):
-                    out.metrics(done, scoring.measure(state.ema.module))
-            saving = improved or _enough(state) or _due(done, loop.save_every, loop.steps)
-            if saving or done % loop.log_every == 0:
-                means = read_meter(state, step)  # also before every save: a poisoned state is never saved
-                facts = {"epoch": done * loop.batch / len(data), "images_per_s": clock.lap(done) * loop.batch}
-                out.metrics(done, {**means, **facts}, f"{objective.export}/loss")
-            with clock.paused():
-                if preview is not None and _due(done, loop.preview_every, loop.steps):
-                    _preview(state, preview, done, out)
-                if saving:
-                    save(state, done)
-            if _enough(state):
-                out.say(_lost(state))
-                break
+        clock, work = Clock(start), operations(objective)
+        rate = peak(accelerator.device, loop.peak_tflops)
+        most = None if rate is None else rate * accelerator.num_processes
+        with Stop(accelerator) as stop, contextlib.closing(_batches(state, data, start)) as source:
+            for step in range(start, loop.steps):
+                with clock.waiting():
+                    batches = next(source)
+                train_step(state, batches, step)
+                done = step + 1
+                out.advance()
+                with clock.paused():
+                    average = state.ema.whole() if _looks(loop, done) else state.ema.module
+                    improved = _evaluate(state, average, spare if looks else None, done, out)
+                    if scoring is not None and scoring.due(done, loop.steps):
+                        out.metrics(done, scoring.measure(state.ema.whole()))
+                stopping = stop.agreed()
+                saving = improved or stopping or _enough(state) or _due(done, loop.save_every, loop.steps)
+                if saving or done % loop.log_every == 0:
+                    means = read_meter(state, step, clock.share(), out)  # also before every save
+                    facts = speeds(clock.lap(done), loop.batch, objective, work, most)
+                    facts["epoch"] = done * loop.batch / len(data)
+                    out.metrics(done, {**means, **facts}, f"{objective.export}/loss")
+                with clock.paused():
+                    if preview is not None and _due(done, loop.preview_every, loop.steps):
+                        _preview(state, average, preview, done, out)
+                    if saving:
+                        save(state, done)
+                if _enough(state):
+                    out.say(_lost(state))
+                    break
+                if stopping:
+                    who = stop.received or "a signal to another process"
+                    out.say(f"{who}: step {done} is saved; the same command goes on from there")
+                    break
     finally:
         out.close()
 
@@ -142,23 +163,40 @@ def prepare(
     """Moves, compiles and wraps the nets, each with its optimiser; frozen modules are only moved."""
     overrides = getattr(objective, "optim_overrides", {})
     nets, optimizers, settings = {}, {}, {}
+    sharded = sharding(accelerator)
+    if sharded and not objective.shards:
+        kind = type(objective).__module__.rpartition(".")[2]
+        raise UserError(
+            f"objective {kind} reads weights outside a net's forward, or trains several nets, so it is not sharded; "
+            "launch it with DDP, as by configs/accelerate/gpu8.yaml"
+        )
+    for net in objective.nets.values():
+        _place(net, accelerator.device).train()
+    average = Ema(objective.exported(), ema.decay)  # of the plain module, before anything is put around it
     for name, net in objective.nets.items():
         settings[name] = override(optim, overrides.get(name))
         settings[name].check(loop.steps)
-        _place(net, accelerator.device).train()
+        _adapt(net, loop)
+        if sharded:
+            shard(net, accelerator, bf16=loop.precision == "bf16")
         optimizer = build_optimizer(net, settings[name], getattr(objective, "no_decay", ()))
-        if loop.compile:
-            net.forward = torch.compile(net.forward)
-        nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
+        if sharded:
+            nets[name], optimizers[name] = net, accelerator.prepare_optimizer(optimizer)
+        else:
+            nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
+    average.follow()
     for module in objective.frozen.values():
         _place(module, accelerator.device).requires_grad_(False).eval()
-    average = Ema(objective.exported(), ema.decay)
-    accelerator.register_for_checkpointing(average)
-    if hasattr(objective, "state_dict"):
-        accelerator.register_for_checkpointing(objective)
-    rng = torch.Generator(accelerator.device)
     best = Best(loop.keep_best)
-    return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, rng, best=best)
+    return State(accelerator, objective, run, classes, loop, ema, nets, optimizers, settings, average, best=best)
+
+
+def _adapt(net: nn.Module, loop: LoopConfig) -> None:
+    """Compilation and recomputation, as `loop` asks for them."""
+    if loop.compile and (loop.compiled == "whole" or not compile_blocks(net)):
+        net.forward = torch.compile(net.forward)
+    if loop.recompute:
+        recompute(net)
 
 
 def _place(module: nn.Module, device: torch.device) -> nn.Module:
@@ -167,64 +205,10 @@ def _place(module: nn.Module, device: torch.device) -> nn.Module:
     return module.to(memory_format=torch.channels_last) if device.type == "cuda" else module
 
 
-# ----------------------------------------------------------------------------------------------------- one step
-
-
-def train_step(state: State, batches: list[Batch], step: int) -> None:
-    """All turns of step `step` (counted from 0) on its micro-batches, then the average."""
-    seed_process(state.loop.seed, STEP, step, state.accelerator.process_index)  # dropout draws from the global streams
-    state.objective.begin_step(step, state.ema.module)
-    for turn, name in enumerate(state.objective.turns(step)):
-        take_turn(state, name, turn, batches, step)
-    state.ema.update_parameters(state.objective.exported())
-
-
-def take_turn(state: State, name: str, turn: int, batches: list[Batch], step: int) -> None:
-    """One optimiser step of net `name`, its gradient averaged over micro-batches and processes."""
-    accelerator, net, optimizer, meter = state.accelerator, state.nets[name], state.optimizers[name], state.meter
-    rate = learning_rate(state.settings[name], step, state.loop.steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if len(state.nets) > 1:  # the loss reaches through other nets, their gradients are not wanted
-        for other, parameters in state.trainable.items():
-            for parameter in parameters:
-                parameter.requires_grad_(other == name)
-    state.rng.manual_seed(random_key(state.loop.seed, TURN, step, turn, accelerator.process_index))
-    for i, batch in enumerate(batches):
-        last = i == len(batches) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(net):
-            loss, logs = state.objective.loss(name, state.nets, batch, step, state.rng)
-            accelerator.backward(loss / len(batches))
-        for key, value in {"loss": loss, **logs}.items():
-            meter.add(f"{name}/{key}", value)
-        meter.watch(f"{name}: the loss", loss, step)
-    if state.loop.clip:
-        norm = accelerator.clip_grad_norm_(state.trainable[name], state.loop.clip)
-        meter.add(f"{name}/grad_norm", norm)
-        meter.watch(f"{name}: the gradient", norm, step)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def read_meter(state: State, step: int) -> dict[str, float]:
-    """Means since the last read, and the learning rates of `step`. Stops the run where something was not finite."""
-    means, bad = state.meter.read(state.accelerator)
-    if bad:
-        what, first = min(bad.items(), key=lambda item: (item[1], "loss" not in item[0]))
-        kept = checkpoint.find_steps(state.run)
-        where = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise UserError(
-            f"{what} is not finite at step {first + 1}; {where}; lower optim.lr, lengthen optim.warmup or look at the "
-            "data of that step"
-        )
-    rates = {f"{n}/lr": learning_rate(s, step, state.loop.steps) for n, s in state.settings.items()}
-    return {**means, **rates}
-
-
 # ------------------------------------------------------------------------------------------------------ helpers
 
 
-def _batches(state: State, data: Data, start: int) -> Iterator[list[Batch]]:
+def _batches(state: State, data: Data, start: int) -> Generator[list[Batch], None, None]:
     """The micro-batches of every step from `start` on, on the device."""
     accelerator, loop = state.accelerator, state.loop
     order = Order(len(data), loop.batch, loop.seed)
@@ -239,19 +223,24 @@ def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
 
 
-def _evaluate(state: State, data: Data | None, done: int, out: Log) -> bool:
-    """Held-out losses on `data` (the main process's alone) where they are due; are they the best so far?"""
+def _looks(loop: LoopConfig, done: int) -> bool:
+    """Is the average looked at after `done` steps?"""
+    return _due(done, loop.preview_every, loop.steps) or _due(done, loop.eval_every, loop.steps)
+
+
+def _evaluate(state: State, average: nn.Module, data: Data | None, done: int, out: Log) -> bool:
+    """Held-out losses of `average` on `data` (the main process's alone) where they are due; the best so far?"""
     loop = state.loop
     if not _due(done, loop.eval_every, loop.steps):
         return False
-    found = _losses(state, data, loop.eval_samples) if data is not None else {}
+    found = _losses(state, average, data, loop.eval_samples) if data is not None else {}
     out.metrics(done, found)
     return bool(loop.keep_best) and state.best.update(found, done, state.objective, state.accelerator)
 
 
-def _losses(state: State, data: Data, samples: int) -> dict[str, float]:
+def _losses(state: State, average: nn.Module, data: Data, samples: int) -> dict[str, float]:
     device = state.accelerator.device
-    return held_out_losses(state.objective, state.ema.module, data, samples, state.loop.batch, device)
+    return held_out_losses(state.objective, average, data, samples, state.loop.batch, device)
 
 
 def _enough(state: State) -> bool:
@@ -264,9 +253,9 @@ def _lost(state: State) -> str:
 
 
 @torch.no_grad()
-def _preview(state: State, samples: dict[str, Tensor], done: int, out: Log) -> None:
+def _preview(state: State, average: nn.Module, samples: dict[str, Tensor], done: int, out: Log) -> None:
     batch = to_batch(samples, state.accelerator.device)
-    images = state.objective.preview(state.ema.module, batch, state.loop.seed)
+    images = state.objective.preview(average, batch, state.loop.seed)
     if images is not None:
         out.images(done, images)
 
@@ -287,12 +276,29 @@ def _report(state: State, data: Data, out: Log, start: int) -> None:
         "steps": f"{loop.steps:,} ({epochs:.2f} epochs)" + (f", resumed after {start:,}" if start else ""),
         "batch": f"{loop.batch} = {accelerator.num_processes} processes x {loop.accumulation} micro-batches x {each}",
         "workers": f"{loop.workers}" + (f", of which {cpus()} start: one a CPU" if loop.workers > cpus() else ""),
-        "precision": loop.precision + (", compiled" if loop.compile else ""),
+        "precision": _precision_of(loop),
+        "peak": _peak_of(state),
         "average": f"decay {state.ema_config.decay:g} of {state.objective.export}",
         "device": torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "cpu",
         "run": state.run,
     }
     report(out.console, rows, facts)
+
+
+def _precision_of(loop: LoopConfig) -> str:
+    parts: list[str] = [loop.precision]
+    if loop.compile:
+        parts.append("blocks compiled" if loop.compiled == "blocks" else "compiled")
+    if loop.recompute:
+        parts.append("blocks recomputed")
+    return ", ".join(parts)
+
+
+def _peak_of(state: State) -> str:
+    rate, work = peak(state.accelerator.device, state.loop.peak_tflops), operations(state.objective)
+    if rate is None or work is None:
+        return "unknown, so MFU is not shown"
+    return f"{rate / 1e12:g} TFLOP/s a device; an image takes {work / 1e9:.3g} GFLOP"
 
 
 def _size(module: nn.Module) -> int:

@@ -34,6 +34,10 @@ from visgen.train.state import LoopConfig
 _NEUTRAL_LOOP = (
     "accumulation",
     "compile",
+    "compiled",
+    "recompute",
+    "most_skipped",
+    "peak_tflops",
     "workers",
     "save_every",
     "keep_last",
@@ -114,6 +118,7 @@ def train(argv: list[str]) -> None:
             held_out=lambda: held_out(config, data),
             scoring=Scoring(config.score, config.data) if config.score.every else None,
         )
+        accelerator.wait_for_everyone()  # or a group is taken down while another process still works in it
         accelerator.end_training()
 
 

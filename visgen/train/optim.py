@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from visgen.checks import Natural, Rate, Scale, Share, Weight
 from visgen.config import UserError
@@ -78,7 +79,8 @@ def override(config: OptimConfig, values: dict[str, Any] | None) -> OptimConfig:
 
 
 def build_optimizer(net: nn.Module, config: OptimConfig, no_decay: Collection[str] = ()) -> torch.optim.Optimizer:
-    """The optimiser of `net`'s trainable parameters; fused where they lie on a CUDA device.
+    """The optimiser of `net`'s trainable parameters; fused where they lie on a CUDA device, or are sharded: it can then
+    be told by a tensor that a step is not to be taken.
 
     Args:
         no_decay: names (as in `net.named_parameters()`) that are not decayed, besides vectors and the parameters of
@@ -93,7 +95,7 @@ def build_optimizer(net: nn.Module, config: OptimConfig, no_decay: Collection[st
     if not groups:
         raise ValueError(f"{type(net).__name__} has no trainable parameter")
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.method]
-    fused = all(p.device.type == "cuda" for p in (*decayed, *free))
+    fused = all(p.device.type == "cuda" or isinstance(p, DTensor) for p in (*decayed, *free))
     return kind(groups, lr=config.lr * config.lr_scale, betas=config.betas, eps=config.eps, fused=fused)
 
 

@@ -7,6 +7,7 @@ sample of the step from the r-th on. Nothing here has state: resuming means star
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -74,12 +75,19 @@ def micro_batches(
         num_workers=min(workers, cpus()),
         pin_memory=pin,
         generator=torch.Generator(),  # or the loader draws from the global one
+        worker_init_fn=_stand_apart,
     )
     try:
         yield from loader
     except UserError as error:  # a worker's comes with its whole traceback
         last = str(error).strip().splitlines()[-1]
         raise UserError(last.partition("UserError: ")[2] or last) from None
+
+
+def _stand_apart(worker: int) -> None:
+    """Signals to a run's process group, as from a terminal, shall reach the run alone: it needs its readers to the end
+    of the step, and they end with it."""
+    os.setpgrp()
 
 
 def check_batch(size: int, batch: int, world: int, accumulation: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +16,7 @@ import accelerate
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from visgen import checkpoint
@@ -23,10 +26,13 @@ from visgen.data import Data
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
+from visgen.train.faults import Finite, all_true, together
 from visgen.train.held_out import Best
 from visgen.train.log import Meter
 from visgen.train.optim import OptimConfig
+from visgen.train.shards import gathered, moments_like, unwrapped, weights_like
 
+STATE = "state"  # sub-directory of a step
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -41,7 +47,14 @@ class LoopConfig:
         precision: bf16 is autocast around each net's forward; tf32 lets fp32 matrix products and convolutions run in
             TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
         clip: largest gradient norm of a net, 0 for none.
-        compile: torch.compile each net's forward.
+        most_skipped: a step whose loss or gradient is not finite changes nothing; the run ends where more than so many
+            of a net come in a row, which is looked at when something is logged or saved.
+        compile: torch.compile the nets.
+        compiled: what of them: the repeated blocks, one code for all that are alike, which is soon done (a net without
+            such blocks is compiled whole); or the whole forward.
+        recompute: keep no activation inside a repeated block; the backward pass computes them again.
+        peak_tflops: operations a second, in 10^12, that MFU is a share of; 0: the published dense bf16 rate of a GPU
+            that is known (`throughput.PEAKS`), else no MFU.
         workers: data-reading processes of each process, at most one a CPU.
         save_every, preview_every, log_every: in steps; the last step saves and previews too; 0 previews never.
         eval_every: held-out losses of the weight average, in steps; 0 never.
@@ -61,7 +74,11 @@ class LoopConfig:
     accumulation: Positive = 1
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
     clip: Weight = 1.0
+    most_skipped: Natural = 10
     compile: bool = False
+    compiled: Literal["blocks", "whole"] = "blocks"
+    recompute: bool = False
+    peak_tflops: Weight = 0.0
     workers: Natural = 4
     save_every: Positive = 1000
     keep_last: Natural = 2
@@ -85,6 +102,8 @@ class LoopConfig:
             raise UserError(f"loop.keep_best '{self.keep_best}' is no held-out value; allowed: {allowed}")
         if self.patience and not self.keep_best:
             raise UserError(f"loop.patience {self.patience} waits for a held-out value: set loop.keep_best")
+        if self.compiled == "whole" and self.recompute:
+            raise UserError("loop.recompute works block by block, loop.compiled is whole: set that to blocks")
 
 
 @dataclass
@@ -101,9 +120,9 @@ class State:
     optimizers: dict[str, Any]
     settings: dict[str, OptimConfig]
     ema: Ema
-    rng: torch.Generator  # given to the objective; on the device
     tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
     meter: Meter = field(default_factory=Meter)
+    finite: Finite = field(default_factory=Finite)
     best: Best = field(default_factory=Best)
 
     def __post_init__(self) -> None:
@@ -116,62 +135,171 @@ class State:
 def save(state: State, step: int) -> None:
     """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`, but the best."""
     accelerator, final = state.accelerator, state.run / checkpoint.step_name(step)
-    temporary = checkpoint.unfinished(final)
-    if accelerator.is_main_process:
-        temporary.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary / "state"))
-    if accelerator.is_main_process:
-        export(state, temporary, step)
-        facts = {
-            **_about(state, step),
-            **state.best.to_dict(),
-            "samples": step * state.loop.batch,
-            "processes": accelerator.num_processes,
-            "torch": torch.__version__,
-            "accelerate": accelerate.__version__,
-            "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
-        (temporary / checkpoint.META).write_text(json.dumps(facts, indent=1) + "\n")
-    accelerator.wait_for_everyone()  # every process has written its random state
-    if accelerator.is_main_process:
-        checkpoint.publish(final)
+    temporary, main = checkpoint.unfinished(final), accelerator.is_main_process
+
+    def work() -> None:
+        average = state.ema.whole()
+        write_state(state, temporary / STATE)
+        if main:
+            export(state, average, temporary, step)
+            facts = {
+                **_about(state, step),
+                **state.best.to_dict(),
+                "samples": step * state.loop.batch,
+                "processes": accelerator.num_processes,
+                "torch": torch.__version__,
+                "accelerate": accelerate.__version__,
+                "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            }
+            (temporary / checkpoint.META).write_text(json.dumps(facts, indent=1) + "\n")
+            checkpoint.publish(final)
+
+    try:
+        kept = checkpoint.find_steps(state.run)
+        where = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        together(accelerator, f"{final} cannot be written; {where}; make room and start again", work)
+    except UserError:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if main:
         checkpoint.keep_last(state.run, state.loop.keep_last, state.best.step)
     accelerator.wait_for_everyone()
 
 
-def export(state: State, folder: Path, step: int) -> None:
-    """Writes the average as it is sampled: `folder/model.safetensors`."""
+def write_state(state: State, folder: Path) -> None:
+    """Writes what training goes on from. All processes gather, the main one writes; a file that fails is raised last,
+    so that nobody waits for tensors that another will not send."""
+    failed: Exception | None = None
+    for name, values in _pieces(state):
+        whole = gathered(values())
+        if not state.accelerator.is_main_process or failed is not None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".safetensors"):
+                save_file(whole, folder / name)
+            else:
+                torch.save(whole, folder / name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def read_state(state: State, folder: Path) -> None:
+    """The opposite, of a state that any number of processes has written, sharded or not."""
+    for i, (name, net) in enumerate(state.nets.items()):
+        own = unwrapped(net)
+        tensors = {
+            k.removeprefix("module."): v for k, v in load_file(folder / f"model{_number(i)}.safetensors").items()
+        }
+        own.load_state_dict(weights_like(own, tensors))
+        saved = _unpickled(folder / f"optimizer{_number(i)}.bin")
+        optimizer = state.optimizers[name].optimizer
+        optimizer.load_state_dict(moments_like(optimizer, saved))
+    state.ema.load_state_dict(_unpickled(folder / "custom_checkpoint_0.pkl"))
+    if hasattr(state.objective, "load_state_dict"):
+        state.objective.load_state_dict(_unpickled(folder / "custom_checkpoint_1.pkl"))
+
+
+def _pieces(state: State) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Files of a state, and what each holds."""
+    for i, (name, net) in enumerate(state.nets.items()):
+        yield f"model{_number(i)}.safetensors", unwrapped(net).state_dict
+        yield f"optimizer{_number(i)}.bin", state.optimizers[name].optimizer.state_dict
+    yield "custom_checkpoint_0.pkl", state.ema.state_dict
+    if hasattr(state.objective, "state_dict"):
+        yield "custom_checkpoint_1.pkl", state.objective.state_dict
+
+
+def _number(i: int) -> str:
+    return f"_{i}" if i else ""
+
+
+def _unpickled(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def export(state: State, average: nn.Module, folder: Path, step: int) -> None:
+    """Writes the `average` as it is sampled: `folder/model.safetensors`."""
     config, dtype = state.objective.exported().config, DTYPES[state.ema_config.save_dtype]
     extra = {**_about(state, step), "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
     part = state.objective.part
     extra |= dict(state.objective.facts)
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, state.ema.module, config, dtype, extra, part)
+    checkpoint.save_module(folder / checkpoint.WEIGHTS, average, config, dtype, extra, part)
 
 
 def mend_export(state: State, path: Path, step: int) -> str:
-    """Writes the export of the step directory `path`, which was just loaded, again if it is damaged or missing.
+    """Writes the export of the step directory `path`, which was just loaded, again if it is damaged or missing. For all
+    processes.
 
     Returns:
         What was done, in one line; "" for nothing.
     """
     try:
         checkpoint.read_metadata(path / checkpoint.WEIGHTS)
-        return ""
+        whole = True
     except UserError:
-        export(state, path, step)
-        return f"{path / checkpoint.WEIGHTS} was damaged or missing: written again from the state of its step"
+        whole = False
+    if all_true(state.accelerator, whole):
+        return ""
+    average = state.ema.whole()
+    if state.accelerator.is_main_process:
+        export(state, average, path, step)
+    return f"{path / checkpoint.WEIGHTS} was damaged or missing: written again from the state of its step"
 
 
 def _about(state: State, step: int) -> dict[str, Any]:
     return {"step": step, "objective": type(state.objective).__module__.rpartition(".")[2]}
 
 
+class Damaged(UserError):
+    """A step that cannot be read."""
+
+
+def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
+    """Restores everything from the step directory `step`, or from the newest before it that can be read.
+
+    Args:
+        fall_back: whether an older one may do. Steps that cannot be read are then renamed to `damaged_*`.
+
+    Returns:
+        The number of steps done, the directory, and a warning ("": none).
+
+    Raises:
+        UserError: none can be read, or `step` is of another objective.
+    """
+    refused: list[Path] = []
+    first: Damaged | None = None
+    if not fall_back:
+        return load(state, step), step, ""
+    for path in [step, *reversed(checkpoint.older_steps(step))]:
+        done, error = 0, None
+        try:
+            done = load(state, path)
+        except Damaged as found:
+            error = found
+        if all_true(state.accelerator, error is None):
+            break
+        first, refused = first or error or Damaged(f"{path} cannot be read by another process"), [*refused, path]
+    else:
+        assert first is not None
+        raise UserError(f"{first}; if damaged, remove it to start anew, for there is no older one to go on from")
+    if not refused:
+        return done, path, ""
+    if state.accelerator.is_main_process:
+        for old in refused:
+            checkpoint.set_aside(old)
+    return done, path, f"warning: {first}; going on from {path.name}, the damaged one is kept as damaged_*"
+
+
 def load(state: State, path: Path) -> int:
     """Restores everything from the step directory `path`; the number of steps done.
 
     Raises:
-        UserError: it is of another objective, does not fit, or is damaged.
+        Damaged: it is damaged, or does not fit.
+        UserError: it is of another objective.
     """
     try:
         facts = json.loads((path / checkpoint.META).read_text())
@@ -179,17 +307,14 @@ def load(state: State, path: Path) -> int:
         made = facts.get("objective", own)
         if made != own:
             raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
-        state.accelerator.load_state(str(path / "state"))
+        read_state(state, path / STATE)
         state.best.restore(path, state.run)
         return int(facts["step"])
     except UserError:
         raise
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason, older = " ".join(str(error).split()).partition(". ")[0], checkpoint.older_steps(path)
-        raise UserError(
-            f"{path} does not fit this config or is damaged ({reason[:300]}); if damaged, remove it to "
-            + (f"go on from {older[-1]}" if older else "start anew, for there is no older one")
-        ) from error
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise Damaged(f"{path} does not fit this config or is damaged ({reason[:300]})") from error
 
 
 def keep_tokenizer(objective: Objective, data: Data, run: Path, resume: Path | None) -> str:

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from visgen.nn.keyed import normal
 from visgen.objectives import Objective
 
 
@@ -16,7 +18,8 @@ class Config:
     dropout: float = 0.0
     noise: float = 0.0
     gan_start: int = 2
-    poison: int = -1  # step at which the autoencoder's loss is NaN
+    poison: int = -1  # step from which on the autoencoder's loss is NaN
+    poisoned: int = 1  # for so many steps
     trace: str = ""  # folder: what every turn saw, one file per process
 
 
@@ -85,12 +88,12 @@ class Toy(Objective):
             loss, logs = nets[name](real, self.kept.pop(index)[1])
             self.moving = 0.9 * self.moving.to(loss.device) + 0.1 * loss.detach()
             return loss, {**logs, "moving": self.moving}
-        noise = self.config.noise * torch.randn(real.shape, generator=rng, device=real.device)
+        noise = self.config.noise * normal(real.shape, rng, real.device)
         critic = self.nets["critic"].model if "critic" in self.turns(step) else None
         loss, logs = nets[name](real, noise, critic)
         if critic is not None:
             self.kept.append((batch["pixels"], logs["made"]))
-        if step == self.config.poison:
+        if 0 <= step - self.config.poison < self.config.poisoned and self.config.poison >= 0:
             loss = loss * torch.nan
         return loss, {"error": logs["error"]}
 
@@ -108,5 +111,9 @@ class Toy(Objective):
             return
         weights = b"".join(p.detach().cpu().numpy().tobytes() for n in self.nets.values() for p in n.parameters())
         line = f"{step} {name} {hashlib.sha256(weights).hexdigest()} {','.join(map(str, batch['index'].tolist()))}\n"
-        with open(Path(self.config.trace) / f"rank{os.environ.get('RANK', '0')}.txt", "a") as file:
+        name = f"rank{os.environ.get('RANK', '0')}"
+        with open(Path(self.config.trace) / f"{name}.txt", "a") as file:
             file.write(line)
+        if not (Path(self.config.trace) / f"{name}.pid").exists():
+            (Path(self.config.trace) / f"{name}.pid").write_text(str(os.getpid()))
+        time.sleep(float(os.environ.get("TOY_PAUSE", "0")))  # so that a signal comes in the middle of a run

@@ -1,0 +1,164 @@
+"""Signals, dead processes and kills: what a run leaves behind, and that it goes on from there."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import HERE, metrics, train
+
+from visgen import checkpoint
+from visgen.train import faults
+from visgen.train import loop as loops
+
+ROOT = HERE.parents[1]
+NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
+ALONE = SimpleNamespace(num_processes=1)
+
+
+def start(*words, **environment):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen([sys.executable, *words], env=env, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def wait_for(process, condition, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        assert time.monotonic() < until, "nothing happened"
+        time.sleep(0.005)
+
+
+def lines(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def raise_at(monkeypatch, step, *numbers):
+    real = loops.train_step
+
+    def struck(state, batches, at):
+        real(state, batches, at)
+        for number in numbers if at == step else ():
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(loops, "train_step", struck)
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGINT, signal.SIGTERM]])
+@pytest.mark.parametrize("log_every", ["1", "50"])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys, numbers, log_every):
+    """The second of two signals that come together is the launcher's copy of the first."""
+    flags = (*NOISY, "--loop.save-every", "50", "--loop.log-every", log_every)
+    with monkeypatch.context() as patch:
+        raise_at(patch, 2, *numbers)
+        before = signal.getsignal(signal.SIGTERM)
+        run = train(tmp_path / "run", *flags)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000003"]
+    said = capsys.readouterr().err
+    assert f"{numbers[0].name}: step 3 is saved; the same command goes on from there" in said
+    train(run, *flags)
+    whole = train(tmp_path / "whole", *flags)
+    assert [line["step"] for line in metrics(run)] == ([1, 2, 3, 4, 5, 6] if log_every == "1" else [3, 6])
+    a, b = (load_file(r / "step_0000006" / "state" / "model.safetensors") for r in (run, whole))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    monkeypatch.setattr(faults, "ONE", 0.0)
+    child = os.fork()
+    if child == 0:
+        with faults.Stop(ALONE) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if stop.received == "SIGTERM" and stop.agreed():
+                time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
+    """As Ctrl-C does, which a terminal sends to all processes of its foreground group."""
+    flags = (*NOISY, "--loop.workers", "1", "--loop.steps", "1000", "--loop.save-every", "1000")
+    place = ("--loop.out", str(tmp_path / "run"), "--objective.trace", str(tmp_path))
+    script = f"import os, runpy, sys; os.setpgrp(); sys.argv = ['toy', *{[*flags, *place]!r}]; " + (
+        f"runpy.run_path({str(HERE / 'toy.py')!r}, run_name='__main__')"
+    )
+    with start("-c", script, TOY_PAUSE="0.01", PYTHONPATH=str(HERE)) as process:
+        wait_for(process, lambda: lines(tmp_path / "rank0.txt") > 3)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 0, said[-2000:]
+    assert "SIGINT: step " in said and len(checkpoint.find_steps(tmp_path / "run")) == 1
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path):
+    flags = (*NOISY, "--loop.steps", "1000", "--loop.save-every", "1000", "--loop.out", str(tmp_path / "run"))
+    words = (*ACCELERATE, "--main_process_port", "0", str(HERE / "toy.py"), *flags, "--objective.trace", str(tmp_path))
+    with start(*words, TOY_PAUSE="0.01") as process:
+        wait_for(process, lambda: lines(tmp_path / "rank1.txt") > 5)
+        os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGTERM)
+        said = process.stderr.read()
+    assert process.returncode == 0, said[-2000:]
+    saved = checkpoint.find_steps(tmp_path / "run")
+    assert len(saved) == 1 and f"a signal to another process: step {int(saved[0].name[5:])} is saved" in said
+    assert lines(tmp_path / "rank0.txt") == lines(tmp_path / "rank1.txt")
+
+
+def test_a_dead_process_ends_the_job_with_its_log(tmp_path):
+    flags = (*NOISY, "--loop.steps", "100000", "--loop.save-every", "4", "--loop.out", str(tmp_path / "run"))
+    words = (*ACCELERATE, "--main_process_port", "0", str(HERE / "toy.py"), *flags, "--objective.trace", str(tmp_path))
+    with start(*words, TOY_PAUSE="0.01") as process:
+        wait_for(process, lambda: lines(tmp_path / "rank1.txt") > 9)
+        dead = int((tmp_path / "rank1.pid").read_text())
+        os.kill(dead, signal.SIGKILL)
+        try:
+            said = process.communicate(timeout=100)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode != 0 and f"pid: {dead}" in said.replace("  ", " ") and "Signal 9 (SIGKILL)" in said
+    assert checkpoint.find_steps(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(tmp_path):
+    """kill -9 at random moments: every published step can be read, and the end is that of an uninterrupted run."""
+    steps, rng = 120, random.Random(0)
+    flags = (*NOISY, "--loop.steps", str(steps), "--loop.save-every", "2", "--loop.keep-last", "2")
+    whole = train(tmp_path / "whole", *flags)
+    run, trace, kills = tmp_path / "run", tmp_path / "rank0.txt", 0
+    while True:
+        words = (str(HERE / "toy.py"), *flags, "--loop.out", str(run), "--objective.trace", str(tmp_path))
+        trace.unlink(missing_ok=True)
+        turns = rng.randint(2, 9)
+        with start(*words, TOY_PAUSE="0.01") as process:
+            if kills < 20:
+                wait_for(process, lambda: lines(trace) >= turns)  # noqa: B023
+                time.sleep(rng.uniform(0, 0.05))
+                process.kill()
+                kills += 1
+            said = process.stderr.read()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, said[-2000:]
+        assert "damaged" not in said
+        for step in checkpoint.find_steps(run):
+            load_file(step / "model.safetensors")
+            for path in (step / "state").iterdir():
+                load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    assert kills == 20 and [m["step"] for m in metrics(run)] == list(range(1, steps + 1))
+    for name in ("model.safetensors", "state/model.safetensors", "state/model_1.safetensors"):
+        a, b = (load_file(r / checkpoint.step_name(steps) / name) for r in (run, whole))
+        assert all(torch.equal(a[n], b[n]) for n in a)
+    assert metrics(run)[-1] == metrics(whole)[-1]

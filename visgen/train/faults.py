@@ -1,0 +1,113 @@
+"""What a long run must survive: signals that end it, steps that are not finite, writes that fail.
+
+Processes decide alike. Whether to stop is agreed on by a reduction between the hosts, begun in one step and read in the
+next, so that neither device nor host waits for it; whether a step is finite, by one on the devices.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+from visgen.config import UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C comes again through the launcher
+
+
+class Stop:
+    """Within it a first SIGTERM or SIGINT asks all processes to save and end; a second one ends this one at once."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.received = ""  # name of the signal
+        self._when = 0.0
+        self._before: dict[int, Any] = {}
+        self._pending: tuple[Tensor, Any] | None = None
+        world = accelerator.num_processes
+        self._group: Any = dist.new_group(backend="gloo") if world > 1 else None  # between hosts
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pending is not None and error[0] is None:
+            self._pending[1].wait()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._when = signal.Signals(number).name, now
+        elif now - self._when > ONE:
+            os._exit(128 + number)  # no clean-up: it may be what hangs
+
+    def agreed(self) -> bool:
+        """Shall the run end? Asked by all processes after every step; of several, the answer is that of a step ago."""
+        if self._group is None:
+            return bool(self.received)
+        answer = False
+        if self._pending is not None:
+            flag, work = self._pending
+            work.wait()
+            answer = bool(flag)
+        flag = torch.tensor([int(bool(self.received))])
+        self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return answer
+
+
+def all_true(accelerator: Accelerator, mine: bool) -> bool:
+    """Whether `mine` is true on every process. Waits for all."""
+    flags: Any = accelerator.gather(torch.tensor([mine], device=accelerator.device))
+    return bool(flags.all())
+
+
+def together(accelerator: Accelerator, what: str, work: Callable[[], None]) -> None:
+    """Does `work`, which writes files, on every process; where it fails on one, all raise instead of waiting for it.
+
+    Raises:
+        UserError: `what` could not be done, and why.
+    """
+    reason = ""
+    try:
+        work()
+    except UserError:
+        raise
+    except Exception as error:  # torch and safetensors each have their own for a full disk
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if not all_true(accelerator, not reason):
+        raise UserError(f"{what}{f' ({reason})' if reason else ', by another process'}")
+
+
+class Finite:
+    """Counts, on the device, optimiser steps that were skipped since their loss or gradient was not finite."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Tensor] = {}  # skipped in a row, by net
+        self.worst: dict[str, Tensor] = {}  # most in a row since the last read
+        self.count: dict[str, Tensor] = {}  # all since the last read
+
+    def enter(self, net: str, fine: Tensor) -> None:
+        """One step of `net`: `fine`, bool []."""
+        bad = (~fine).double()
+        row = (self.row[net] + bad) * bad if net in self.row else bad
+        self.worst[net] = torch.maximum(self.worst[net], row) if net in self.worst else row
+        self.count[net] = self.count[net] + bad if net in self.count else bad
+        self.row[net] = row
+
+    def take(self) -> dict[str, Tensor]:
+        """{"NET/skipped", "NET/skipped_in_a_row": since the last time}."""
+        found = {f"{net}/skipped": count for net, count in self.count.items()}
+        found |= {f"{net}/skipped_in_a_row": worst for net, worst in self.worst.items()}
+        self.worst, self.count = {}, {}
+        return found
