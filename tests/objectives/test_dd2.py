@@ -253,7 +253,7 @@ def test_the_loss_of_the_generator_by_hand(
     read = codes[ids] if prefix == "snapped" else own.detach()
     h = features(critic, read, BATCH).detach()
     x_psi = x - t * critic.head.predict(x, critic.head.about(1000 * t[..., 0]), critic.head.condition(h))[0]
-    w = 1 / (own - x_phi).abs().mean(-1, keepdim=True).detach().clamp(min=1e-3)
+    w = 1 / (own - x_phi).abs().mean(-1, keepdim=True).detach().clamp(min=0.1)
     gap = x_phi - x_psi
     if divergence == "sid":
         wanted = (w * gap * (x_phi - own - 0.8 * gap)).sum(-1).mean()

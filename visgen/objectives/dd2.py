@@ -8,7 +8,7 @@ x = (1 - t) q_i + t e, token by token, with the tokens before i given:
     sid    w <x_Phi - x_psi, (x_Phi - q_i) - alpha (x_Phi - x_psi)>, alpha = 1 in the paper
     dmd    the gradient of KL(G || teacher): q_i moves along w (x_Phi - x_psi)
 
-x_Phi and x_psi are the posterior means of the clean token, w = 1 / mean_C |q_i - x_Phi|, at most 1000. The gradient
+x_Phi and x_psi are the posterior means of the clean token, w = 1 / mean_C |q_i - x_Phi|, at most 10. The gradient
 reaches G through x and q_i, never through the tokens before i; so neither trunk of teacher and psi is differentiated.
 
 `prefix` is what teacher and psi read of the tokens before i. `continuous`: G's vectors, as published, which takes a
@@ -18,9 +18,13 @@ the paper's proposition 1 holds for the law of the snapped tokens, and any teach
 A step is `critic_steps` turns of psi and one of G. Alignment (optional, as published): at step `align_at` G becomes its
 own average and rests for `align_steps` steps, in which psi alone learns; afterwards psi has `critic_steps_after` turns.
 
-Not published, so ours: w (that of SiD's code, Zhou et al. 2024, arXiv 2404.04057), the law of t, how many noises each
-token gets in psi's turns (the head's `repeats`), clipping and weight decay. With alpha = 1 the value of the loss is 0
-wherever psi is exact, so it is no measure of progress; `gap` and the held-out values are.
+Not published, so ours: w, the law of t, how many noises each token gets in psi's turns (the head's `repeats`), clipping
+and weight decay. w is that of SiD's code (Zhou et al. 2024, arXiv 2404.04057), where the mean is over an image, never
+small. Over the few channels of a token that lies near its code it is, so w has a bound: without one, errors of psi at
+small t outweigh everything else, and the teacher's own tokens are no fixed point.
+
+With alpha = 1 the value of the loss is 0 wherever psi is exact, so it is no measure of progress; `gap` and the held-out
+values are.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from visgen.objectives._distilled import (
 )
 from visgen.samplers._teacher import Teacher, noise_of
 
-NEAR = 1e-3  # least mean distance that the weight of the loss divides by
+NEAR = 0.1  # least mean distance that the weight of the loss divides by; codes have unit variance
 LEAST = -20.0  # log-probability of a token that the teacher excludes, where surprise is reported
 
 
