@@ -36,7 +36,7 @@ types: env
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: env
 	$(BIN)/python -m pytest -m slow
