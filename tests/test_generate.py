@@ -169,7 +169,7 @@ def test_one_label_serves_every_seed(generator: Generator, label: Any) -> None:
         ({"seeds": ["a"]}, "seeds ['a'] must be whole numbers, one per image, such as [0, 1]"),
         ({"seeds": [1.5]}, "seeds [1.5] must be whole numbers"),
         ({"seeds": 3}, "seeds 3 must be whole numbers, one per image"),
-        ({"seeds": torch.rand(9, 9)}, "must be whole numbers"),
+        ({"seeds": torch.full((9, 9), 0.5)}, "must be whole numbers"),
         ({"labels": None}, "label None is no class; the checkpoint knows Ankle boot"),
         ({"labels": 2.5}, "label 2.5 is no class"),
         ({"guidance": "big"}, "guidance 'big' must be its scale, a number, or a `Guidance`"),
