@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from visgen.backbones import Backbone
+from visgen.checks import Depth, Positive, Rate, Scale
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
@@ -23,11 +25,42 @@ from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
 
 
+@dataclass(frozen=True)
+class TrunkConfig:
+    """Size of the transformer; the defaults are LlamaGen-B's, without dropout.
+
+    Attributes:
+        layers, heads, width: depth L, attention heads H, width D; the head dimension is D / H.
+        kv_heads: key/value heads, shared by groups of query heads; None means H.
+        mlp_multiple_of: the SwiGLU hidden width is rounded up to a multiple of this.
+        rope_base: base of the rotary frequencies.
+        norm_eps: epsilon of the RMS norms.
+        token_dropout: dropout on the input embeddings, prefix included.
+        residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
+        drop_path: stochastic depth, rising linearly from 0 to this over the layers.
+        rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
+            its true one: ControlAR's weights of many resolutions have 48.
+    """
+
+    layers: Depth = 12
+    heads: Positive = 12
+    width: Positive = 768
+    kv_heads: Positive | None = None
+    mlp_multiple_of: Positive = 256
+    rope_base: Scale = 10000.0
+    norm_eps: Scale = 1e-5
+    token_dropout: Rate = 0.0
+    residual_dropout: Rate = 0.0
+    mlp_dropout: Rate = 0.0
+    drop_path: Rate = 0.0
+    rope_columns: Positive | None = None
+
+
 class Trunk(Backbone):
     """Causal transformer over `[prefix | tokens]`. What a slot holds is up to `embed`, what it predicts to `shift`.
 
     Args:
-        config: has the fields of `ar.Config`.
+        config: a `TrunkConfig`, with what the subclass adds.
     """
 
     coords: Tensor  # [S, 3]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from visgen.backbones._trunk import Trunk
-from visgen.checks import Depth, Positive, Rate, Scale, UserError
+from visgen.backbones._trunk import Trunk, TrunkConfig
+from visgen.checks import Positive, Rate, UserError
 from visgen.conditions import Prefix
 from visgen.layout import Layout
 from visgen.nn.cache import KVCache
@@ -26,38 +26,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TrunkConfig):
     """Autoregressive transformer; the defaults are LlamaGen-B.
 
     Attributes:
-        layers, heads, width: depth L, attention heads H, width D; the head dimension is D / H.
-        kv_heads: key/value heads, shared by groups of query heads; None means H.
-        mlp_multiple_of: the SwiGLU hidden width is rounded up to a multiple of this.
-        rope_base: base of the rotary frequencies.
-        norm_eps: epsilon of the RMS norms.
-        token_dropout: dropout on the input embeddings, prefix included.
-        residual_dropout, mlp_dropout: dropout after the attention's and the MLP's last projection.
-        drop_path: stochastic depth, rising linearly from 0 to this over the layers.
         continuous: tokens are vectors, which a linear map embeds; the model's head is then `diffusion`.
         order: of vectors, in which they are trained and drawn: raster, or random, one for each image.
-        rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
-            its true one: ControlAR's weights of many resolutions have 48.
         code_channels: read a code by its vector of so many channels (the tokenizer's), through an MLP in place of a
             table; such a model can be told vectors that are no codes (`objectives/dd2_teacher.py`).
     """
 
-    layers: Depth = 12
-    heads: Positive = 12
-    width: Positive = 768
-    kv_heads: Positive | None = None
-    mlp_multiple_of: Positive = 256
-    rope_base: Scale = 10000.0
-    norm_eps: Scale = 1e-5
     token_dropout: Rate = 0.1
     residual_dropout: Rate = 0.1
     mlp_dropout: Rate = 0.1
-    drop_path: Rate = 0.0
-    rope_columns: Positive | None = None
     continuous: bool = False
     order: Literal["raster", "random"] = "raster"
     code_channels: Positive | None = None

@@ -23,8 +23,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visgen.backbones._trunk import Trunk
-from visgen.checks import Depth, Positive, Range, Rate, Scale
+from visgen.backbones._trunk import Trunk, TrunkConfig
+from visgen.checks import Positive, Range
 from visgen.conditions import Prefix
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
@@ -36,29 +36,15 @@ Start = Annotated[float, Range(0, 1, "(]")]
 
 
 @dataclass(frozen=True)
-class Config:
-    """Generator and guidance network; the defaults are those of a LlamaGen-B teacher.
+class Config(TrunkConfig):
+    """Generator and guidance network; the defaults are those of a LlamaGen-B teacher, whose size it must have.
 
     Attributes:
-        layers, heads, width, kv_heads, mlp_multiple_of, rope_base, norm_eps, rope_columns: as of `ar`; the teacher's.
-        token_dropout, residual_dropout, mlp_dropout, drop_path: as of `ar`.
         channels: width C of a code vector; must be the tokenizer's.
         start: t0, the time that the generator's noise is taken for, above 0 and at most 1, the paper's.
         guidance, warp: of the teacher's probabilities, which the student learns; whoever uses it cannot change them.
     """
 
-    layers: Depth = 12
-    heads: Positive = 12
-    width: Positive = 768
-    kv_heads: Positive | None = None
-    mlp_multiple_of: Positive = 256
-    rope_base: Scale = 10000.0
-    norm_eps: Scale = 1e-5
-    token_dropout: Rate = 0.0
-    residual_dropout: Rate = 0.0
-    mlp_dropout: Rate = 0.0
-    drop_path: Rate = 0.0
-    rope_columns: Positive | None = None
     channels: Positive = 8
     start: Start = 1.0
     guidance: Guidance = field(default_factory=Guidance)

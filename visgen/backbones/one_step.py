@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visgen.backbones._trunk import Trunk
-from visgen.checks import Depth, Natural, Positive, Rate, Scale
+from visgen.backbones._trunk import Trunk, TrunkConfig
+from visgen.checks import Natural, Positive
 from visgen.conditions import Prefix
 from visgen.config import UserError
 from visgen.decode.guidance import Guidance
@@ -29,30 +29,16 @@ from visgen.layout import Layout
 
 
 @dataclass(frozen=True)
-class Config:
-    """One-step student; the defaults are those of a LlamaGen-B teacher.
+class Config(TrunkConfig):
+    """One-step student; the defaults are those of a LlamaGen-B teacher, whose size it must have.
 
     Attributes:
-        layers, heads, width, kv_heads, mlp_multiple_of, rope_base, norm_eps, rope_columns: as of `ar`; the teacher's.
-        token_dropout, residual_dropout, mlp_dropout, drop_path: as of `ar`.
         channels: width C of a code vector; must be the tokenizer's.
         second: the first token of the second pass that it is trained for; 0: one pass alone.
         regress: give each token a second output, its code vector.
         guidance, warp: of the teacher's probabilities, which the student learns; whoever uses it cannot change them.
     """
 
-    layers: Depth = 12
-    heads: Positive = 12
-    width: Positive = 768
-    kv_heads: Positive | None = None
-    mlp_multiple_of: Positive = 256
-    rope_base: Scale = 10000.0
-    norm_eps: Scale = 1e-5
-    token_dropout: Rate = 0.0
-    residual_dropout: Rate = 0.0
-    mlp_dropout: Rate = 0.0
-    drop_path: Rate = 0.0
-    rope_columns: Positive | None = None
     channels: Positive = 8
     second: Natural = 0
     regress: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from visgen import config as configs
+from visgen.checks import Positive
 from visgen.config import UserError
 from visgen.data import Batch, Data
 from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.model import Model
+from visgen.nn.diffusion import TIMES
+from visgen.objectives import Logs
+
+BANDS = 4  # of time, each with an error of its own in the log
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """Images, or frames of clips, drawn during training.
+
+    Attributes:
+        images: how many; labels go round the classes, texts round those of the batch.
+        guidance, sampler: how they are drawn.
+    """
+
+    images: Positive = 16
+    guidance: Guidance = field(default_factory=Guidance)
 
 
 def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.Module]:
@@ -63,6 +83,15 @@ def tokens_of(batch: Batch, frozen: dict[str, nn.Module]) -> Tensor:
         return batch["tokens"]
     with torch.no_grad(), torch.autocast(batch["pixels"].device.type, enabled=False):
         return frozen["tokenizer"].encode(batch["pixels"])  # type: ignore[operator]
+
+
+def by_band(errors: Tensor, time: Tensor) -> Logs:
+    """Mean error in each quarter of time; both of one shape, time from 0 to `TIMES`."""
+    band, logs = (time / TIMES * BANDS).long().clamp(max=BANDS - 1), {}
+    for i in range(BANDS):
+        share = (band == i).float()
+        logs[f"mse_t{i * TIMES // BANDS}"] = (errors * share).sum() / share.sum().clamp(min=1)
+    return logs
 
 
 def drawn(model: Any, tokenizer: Any, settings: Any, seed: int) -> Tensor | None:

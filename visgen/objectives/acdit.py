@@ -14,31 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from visgen.checks import Positive
 from visgen.config import UserError, plugin, plugin_config
 from visgen.data import Batch, Data
-from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
 from visgen.nn.keyed import Rng, normal, uniform
 from visgen.objectives import Logs, Objective
-from visgen.objectives._tokens import drawn, read_tokenizer, tokens_of
-
-BANDS = 4  # of time, each with an error of its own in the log
+from visgen.objectives._tokens import Previewed, by_band, drawn, read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
-class PreviewConfig:
-    """Images, or frames of clips, drawn during training.
+class PreviewConfig(Previewed):
+    """As of every objective."""
 
-    Attributes:
-        images: how many; labels go round the classes.
-        guidance, sampler: how they are drawn.
-    """
-
-    images: Positive = 16
-    guidance: Guidance = field(default_factory=Guidance)
     sampler: Any = plugin("visgen.samplers", "blockwise")
 
 
@@ -124,11 +113,7 @@ class BlocksNet(nn.Module):
         found = error(self.model, tokens, batch, drop, time, noise)
         loss, each = found.mean(), found.detach()
         logs = {"mse": loss.detach()}
-        band = (time / TIMES * BANDS).long().clamp(max=BANDS - 1)
-        for i in range(BANDS):
-            share = (band == i).float()
-            logs[f"mse_t{i * TIMES // BANDS}"] = (each * share).sum() / share.sum().clamp(min=1)
-        return loss, logs
+        return loss, logs | by_band(each, time)
 
 
 def error(model: Any, tokens: Tensor, batch: Any, drop: Tensor | None, time: Tensor, noise: Tensor) -> Tensor:

@@ -18,32 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from visgen import config as configs
-from visgen.checks import Positive, Scale, Share
+from visgen.checks import Scale, Share
 from visgen.config import UserError, plugin, plugin_config
 from visgen.data import Batch, Data
-from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
-from visgen.nn.diffusion import TIMES
 from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
-from visgen.objectives._tokens import drawn, read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, by_band, drawn, read_tokenizer, tokens_of
 
-BANDS = 4  # of time, each with an error of its own in the log
 GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples modulo 1 are spread as evenly as can be
 
 
 @dataclass(frozen=True)
-class PreviewConfig:
-    """Images drawn during training.
+class PreviewConfig(Previewed):
+    """As of every objective."""
 
-    Attributes:
-        images: how many; labels go round the classes.
-        guidance, sampler: how they are drawn.
-    """
-
-    images: Positive = 16
-    guidance: Guidance = field(default_factory=Guidance)
     sampler: Any = plugin("visgen.samplers", "masked")
 
 
@@ -140,11 +130,7 @@ class MaskedNet(nn.Module):
         errors = self.model.head.errors(h, target, draws)  # type: ignore[operator]
         loss, each = errors.mse.mean() + errors.vb.mean(), errors.mse.detach()
         logs = {"loss": loss.detach(), "mse": each.mean(), "vb": errors.vb.detach().mean()}
-        band = (draws.time / TIMES * BANDS).long().clamp(max=BANDS - 1)
-        for i in range(BANDS):
-            share = (band == i).float()
-            logs[f"mse_t{i * TIMES // BANDS}"] = (each * share).sum() / share.sum().clamp(min=1)
-        return loss, logs
+        return loss, logs | by_band(each, draws.time)
 
 
 def hidden_states(

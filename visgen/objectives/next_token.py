@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from visgen import config as configs
-from visgen.checks import Positive
 from visgen.config import UserError, plugin
 from visgen.data import Batch, Data
 from visgen.decode.engine import Engine
-from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.layout import Grid
@@ -27,20 +25,13 @@ from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
-from visgen.objectives._tokens import read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
-class PreviewConfig:
-    """Images drawn during training.
+class PreviewConfig(Previewed):
+    """As of every objective; warp: filters of the laws that are drawn from."""
 
-    Attributes:
-        images: how many; labels go round the classes, texts round those of the batch.
-        guidance, warp, sampler: how they are drawn.
-    """
-
-    images: Positive = 16
-    guidance: Guidance = field(default_factory=Guidance)
     warp: Warp = field(default_factory=Warp)
     sampler: Any = plugin("visgen.samplers", "ar")
 

@@ -99,45 +99,59 @@ def fit(
         elif _enough(state):
             out.say(f"{_lost(state)}; raise loop.patience to go on")
             return
-        looks = accelerator.is_main_process and (loop.preview_every or loop.eval_every)
-        spare = objective.reading(held_out()) if looks and held_out is not None else data
-        preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
-        clock, work = Clock(start), operations(objective)
-        rate = peak(accelerator.device, loop.peak_tflops)
-        most = None if rate is None else rate * accelerator.num_processes
-        with Stop(accelerator) as stop, contextlib.closing(_batches(state, data, start)) as source:
-            for step in range(start, loop.steps):
-                with clock.waiting():
-                    batches = next(source)
-                train_step(state, batches, step)
-                done = step + 1
-                out.advance()
-                with clock.paused():
-                    average = state.ema.whole() if _looks(loop, done) else state.ema.module
-                    improved = _evaluate(state, average, spare if looks else None, done, out)
-                    if scoring is not None and scoring.due(done, loop.steps):
-                        out.metrics(done, scoring.measure(state.ema.whole()))
-                stopping = stop.agreed()
-                saving = improved or stopping or _enough(state) or _due(done, loop.save_every, loop.steps)
-                if saving or done % loop.log_every == 0:
-                    means = read_meter(state, step, clock.share(), out)  # also before every save
-                    facts = speeds(clock.lap(done), loop.batch, objective, work, most)
-                    facts["epoch"] = done * loop.batch / len(data)
-                    out.metrics(done, {**means, **facts}, f"{objective.export}/loss")
-                with clock.paused():
-                    if preview is not None and _due(done, loop.preview_every, loop.steps):
-                        _preview(state, average, preview, done, out)
-                    if saving:
-                        save(state, done)
-                if _enough(state):
-                    out.say(_lost(state))
-                    break
-                if stopping:
-                    who = stop.received or "a signal to another process"
-                    out.say(f"{who}: step {done} is saved; the same command goes on from there")
-                    break
+        _run(state, data, held_out, scoring, start, out)
     finally:
         out.close()
+
+
+def _run(
+    state: State,
+    data: Data,
+    held_out: Callable[[], Data] | None,
+    scoring: Scoring | None,
+    start: int,
+    out: Log,
+) -> None:
+    """The steps from `start` on, and all that is due between them."""
+    loop = state.loop
+    looks = state.accelerator.is_main_process and (loop.preview_every or loop.eval_every)
+    spare = state.objective.reading(held_out()) if looks and held_out is not None else data
+    preview = preview_batch(spare, loop.preview_images, loop.seed) if looks and loop.preview_every else None
+    clock, work = Clock(start), operations(state.objective)
+    rate = peak(state.accelerator.device, loop.peak_tflops)
+    most = None if rate is None else rate * state.accelerator.num_processes
+    with Stop(state.accelerator) as stop, contextlib.closing(_batches(state, data, start)) as source:
+        for step in range(start, loop.steps):
+            with clock.waiting():
+                batches = next(source)
+            train_step(state, batches, step)
+            done = step + 1
+            out.advance()
+            with clock.paused():
+                scored = scoring is not None and scoring.due(done, loop.steps)
+                average = state.ema.whole() if scored or _looks(loop, done) else state.ema.module
+                improved = _evaluate(state, average, spare if looks else None, done, out)
+                if scoring is not None and scored:
+                    out.metrics(done, scoring.measure(average))
+            stopping = stop.agreed()
+            saving = improved or stopping or _enough(state) or _due(done, loop.save_every, loop.steps)
+            if saving or done % loop.log_every == 0:
+                means = read_meter(state, step, clock.share(), out)  # also before every save
+                facts = speeds(clock.lap(done), loop.batch, state.objective, work, most)
+                facts["epoch"] = done * loop.batch / len(data)
+                out.metrics(done, {**means, **facts}, f"{state.objective.export}/loss")
+            with clock.paused():
+                if preview is not None and _due(done, loop.preview_every, loop.steps):
+                    _preview(state, average, preview, done, out)
+                if saving:
+                    save(state, done)
+            if _enough(state):
+                out.say(_lost(state))
+                break
+            if stopping:
+                who = stop.received or "a signal to another process"
+                out.say(f"{who}: step {done} is saved; the same command goes on from there")
+                break
 
 
 def make_accelerator(loop: LoopConfig) -> Accelerator:
