@@ -19,7 +19,7 @@ from PIL import Image
 
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.controls import Control, as_map
-from visgen.data._images import SUFFIXES, UNREADABLE, read_image
+from visgen.data._images import SUFFIXES, UNREADABLE, read_image, walk_links
 from visgen.launch import Progress, device_of, writable
 from visgen.metrics.images import to_uint8
 
@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> None:
     out, device = writable(config.out, "out"), device_of(config.device, "device")
     control: Control = build(config.control)
     control.ready()
-    walked = (Path(where) / name for where, _, names in os.walk(config.root, followlinks=True) for name in names)
+    walked = (
+        Path(os.fsdecode(os.path.join(where, name))) for where, names in walk_links(config.root) for name in names
+    )
     images = sorted(p for p in walked if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
     if not images:
         raise UserError(f"root {config.root} holds no image ({' '.join(sorted(SUFFIXES))})")

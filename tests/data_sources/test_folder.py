@@ -66,6 +66,27 @@ def test_one_class_without_sub_folders(tmp_path):
     assert (data.classes, len(data), data.get(0)["label"]) == (["all"], 1, 0)
 
 
+def test_links_are_followed_but_never_round_and_round(tmp_path, caplog):
+    root = tmp_path / "root"
+    for name in ("a/deep", "b"):
+        (root / name).mkdir(parents=True)
+        image(0).save(root / name / "x.png")
+    image(0).save(tmp_path / "outside.png")
+    os.symlink(tmp_path / "outside.png", root / "a" / "linked.png")
+    os.symlink(root / "b", root / "a" / "other")
+    os.symlink(root / "a", root / "b" / "other")  # a/other/other is a again
+    os.symlink(root, root / "a" / "up")
+    os.symlink(root / "a", root / "a" / "itself")
+    with caplog.at_level(logging.WARNING):
+        data = folder(root, held_out_fraction=0)
+    names = [os.path.relpath(data._name(i), root) for i in range(len(data))]
+    assert names == [
+        *("a/deep/x.png", "a/linked.png", "a/other/x.png"),
+        *("b/other/deep/x.png", "b/other/linked.png", "b/x.png"),
+    ]
+    assert "a/up is a link to a folder that it lies in" in caplog.text
+
+
 def test_train_and_val_folders(tmp_path):
     for where in ("train/cat", "train/dog", "val/dog"):
         (tmp_path / where).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Image files to uint8 pixels: decoding to RGB, the crops of ADM and LlamaGen, ten-crop views.
+"""Image files to uint8 pixels: finding them, decoding to RGB, the crops of ADM and LlamaGen, ten-crop views.
 
 Sources: ADM's centre crop (Dhariwal & Nichol 2021, arXiv:2105.05233, released code): BOX halvings while the shorter
 side is at least twice the target, then BICUBIC, then the crop. LlamaGen (Sun et al. 2024, arXiv:2406.06525) adds the
@@ -7,9 +7,12 @@ random crop for tokenizers and the ten crops for cached codes.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from visgen.config import UserError
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
@@ -124,3 +129,36 @@ def read_picture(path: Path, flag: str, background: str = "white") -> Image.Imag
         raise UserError(
             f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"
         ) from None
+
+
+def walk_links(folder: Path) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Every folder below, with its files; hidden folders are left out, links are followed, but not to a folder that
+    they lie in, which would never end."""
+    top = os.fsencode(folder)
+    above = {top: [os.path.realpath(top)]}  # of each folder on the way, the true paths of it and of those above it
+    for where, folders, files in os.walk(top, onerror=refuse, followlinks=True):
+        known, kept = above.pop(where), []
+        for name in folders:
+            path = os.path.join(where, name)
+            true = os.path.realpath(path)
+            if name.startswith(b"."):
+                continue
+            if any(os.path.commonpath([true, outer]) == true for outer in known):
+                _tell(os.fsdecode(path))
+                continue
+            above[path] = [*known, true]
+            kept.append(name)
+        folders[:] = kept
+        yield where, files
+
+
+@cache
+def _tell(path: str) -> None:
+    """Said once, though each split walks."""
+    log.warning("%s is a link to a folder that it lies in; it is left out", path)
+
+
+def refuse(error: OSError) -> None:
+    """Of a folder that cannot be listed."""
+    where = os.fsdecode(error.filename)
+    raise UserError(f"folder {where} cannot be read ({error.strerror}); check its permissions") from None

@@ -16,7 +16,7 @@ import numpy as np
 
 from visgen.config import UserError
 from visgen.data import Split
-from visgen.data._images import SUFFIXES
+from visgen.data._images import SUFFIXES, refuse, walk_links
 from visgen.data._source import ImageConfig, ImageData, split_by_name
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ def _images(folder: Path, classes: list[str]) -> tuple[list[bytes], list[int]]:
 
 def _walk(folder: Path, relative_to: Path) -> Iterator[bytes]:
     start = os.fsencode(relative_to)
-    for where, folders, files in os.walk(os.fsencode(folder), onerror=_refuse, followlinks=True):
-        folders[:] = [f for f in folders if not f.startswith(b".")]
+    for where, files in walk_links(folder):
         inside = os.path.relpath(where, start)
         for name in files:
             if _is_image(os.fsdecode(name)):
@@ -122,7 +121,7 @@ def _maps(folder: Path, images: list[bytes], beside: Path) -> list[bytes]:
     if not folder.is_dir():
         raise UserError(f"data.maps: {folder} is no folder; pass one with the layout of {beside}")
     found = {}
-    for where, _, names in os.walk(os.fsencode(folder), followlinks=True):
+    for where, names in walk_links(folder):
         inside = os.path.relpath(where, os.fsencode(folder))
         for name in names:
             if _is_image(os.fsdecode(name)) or name.lower().endswith(b".npy"):
@@ -142,15 +141,10 @@ def _listing(folder: Path) -> tuple[list[str], list[str]]:
     try:
         entries = [e for e in os.scandir(folder) if not e.name.startswith((".", "__MACOSX"))]
     except OSError as error:
-        _refuse(error)
+        refuse(error)
     folders = sorted(e.name for e in entries if e.is_dir())
     return folders, sorted(e.name for e in entries if not e.is_dir())
 
 
 def _is_image(name: str) -> bool:
     return not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES
-
-
-def _refuse(error: OSError) -> None:
-    where = os.fsdecode(error.filename)
-    raise UserError(f"folder {where} cannot be read ({error.strerror}); check its permissions") from None
