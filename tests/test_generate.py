@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -182,6 +183,16 @@ def test_one_label_serves_every_seed(generator: Generator, label: Any) -> None:
 )
 def test_values_that_cannot_be_meant(generator: Generator, given: dict[str, Any], named: str) -> None:
     assert named in refused(lambda: generator.sample(**{"labels": [0], **given}))
+
+
+def test_what_no_memory_can_hold_is_refused_before_it_is_asked_for(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(lambda: generator.sample(0, [0], size=(2**19, 2**19)))
+    assert re.fullmatch(r"1 image of \d+ tokens at once take .* GB of memory; lower --size", said)
+    monkeypatch.setattr("visgen.generate.memory_of", lambda device: 1000)
+    assert "3 images of 64 tokens at once" in (said := refused(lambda: generator.sample(0, range(5))))
+    assert said.endswith("lower --engine.batch")
 
 
 def test_a_sampler_by_its_kind(generator: Generator) -> None:

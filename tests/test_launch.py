@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from visgen.launch import cpus, on_cpu
+from visgen.config import UserError
+from visgen.launch import Progress, cpus, device_of, on_cpu
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,21 @@ def test_cpus_are_those_that_this_process_may_use() -> None:
         warnings.simplefilter("error")  # torch warns of more
         torch.utils.data.DataLoader([0], num_workers=cpus())
     assert cpus() >= 1
+
+
+@pytest.mark.parametrize("name", ["meta", "xpu", "mps", "cuda", "cuda:99", "gpu", "0"])
+def test_a_device_that_cannot_compute_is_refused_in_one_line(name: str) -> None:
+    if name in ("xpu", "mps", "cuda") and getattr(torch, name).is_available():
+        pytest.skip(f"this machine has {name}")
+    with pytest.raises(UserError, match=f"engine.device '{name}'") as refused:
+        device_of(name, "engine.device")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_fails_before_its_first_step_leaves_no_bar(capsys: pytest.CaptureFixture[str], begun: bool) -> None:
+    with pytest.raises(UserError), Progress("sampling") as step:
+        if begun:
+            step(1, 2)
+        raise UserError("no")
+    assert ("sampling" in capsys.readouterr().err) is begun

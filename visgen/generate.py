@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
 from visgen.images import Images
+from visgen.launch import memory_of
 from visgen.layout import Grid
 from visgen.metrics.images import to_uint8
 from visgen.model import Model
@@ -148,6 +150,7 @@ class Generator(Conditioned):
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
+        self._check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
         engine = self._engine_for(guidance, warp, grid)
         pinned = None if known is None else self.known_tokens(*known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
@@ -176,6 +179,21 @@ class Generator(Conditioned):
     def refills(self, sampler: Any) -> bool:
         """Whether rows go on with the next image with this sampler, or the one of this config."""
         return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
+
+    def _check_memory(self, grid: Grid, rows: int, branches: int) -> None:
+        """Refuses images whose pixels and cache alone are more than there is: a CPU ends a process without a word."""
+        own = self.model.tokens
+        each = 3 * 4 * math.prod(self.tokenizer.image_size) * self.model.grid[0] / own  # bytes a token: decoded pixels
+        if self.model.backbone.cached:
+            cache = self.model.backbone.make_cache(branches, torch.device("meta"), self.dtype)
+            each += (cache.keys.nbytes + cache.values.nbytes) / cache.keys.shape[3]
+        needed, there = each * rows * math.prod(grid), memory_of(self.device)
+        if needed > there:
+            what = "--engine.batch" if rows > 1 else "--size"
+            raise UserError(
+                f"{rows} image{'s' * (rows > 1)} of {math.prod(grid)} tokens at once take {needed / 1e9:,.0f} GB or "
+                f"more, there are {there / 1e9:,.0f} GB of memory; lower {what}"
+            )
 
     def _engine_for(self, guidance: Guidance, warp: Warp, grid: Grid) -> Engine:
         """The last call's engine, with what it measured and loaded, where the settings are the same."""

@@ -32,7 +32,7 @@ def device_of(name: str, flag: str) -> torch.device:
         flag: what the user calls it, such as `engine.device`.
 
     Raises:
-        UserError: no such device, or no GPU here.
+        UserError: no such device, or none here.
     """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
@@ -40,6 +40,11 @@ def device_of(name: str, flag: str) -> torch.device:
         raise UserError(f"{flag} '{name}' is no torch device: {str(error).splitlines()[0]}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"{flag} '{name}': this machine shows no CUDA GPU; use --{flag} cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch says it in each of these ways
+        why = str(error).splitlines()[0]
+        raise UserError(f"{flag} '{name}' cannot be used here ({why}); use --{flag} auto or cpu") from None
     return device
 
 
@@ -50,8 +55,13 @@ def cpus() -> int:
 
 def memory() -> int:
     """Bytes of memory of what training runs on: the GPU, or the whole machine."""
-    if not on_cpu():
-        return torch.cuda.get_device_properties(0).total_memory
+    return memory_of(torch.device("cpu" if on_cpu() else "cuda:0"))
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory of a GPU; of any other device, those of the whole machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -88,5 +98,9 @@ class Progress:
         self.bar.start()
         return lambda done, total: self.bar.update(self.task, completed=done, total=total)
 
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None and self.bar.tasks[self.task].total is None:
+            self.bar.live.transient = True  # what is refused before its first step leaves no bar and no empty line
+            self.bar.live.stop()
+        else:
+            self.bar.stop()
