@@ -131,3 +131,8 @@ def test_a_draft_model_of_another_tokenizer_is_refused(model: Model, write: Call
     assert "its tokenizer is bbbbbbbbbbbb, the model's is aaaaaaaaaaaa; pass a draft model" in message
     assert decoded(Engine(model, tokenizer="b" * 12), Speculative(draft), [0], [0]).nfe < 15
     assert decoded(Engine(model), Speculative(draft), [0], [0]).nfe < 15, "an older file names none"
+
+
+def test_a_student_is_no_draft_model(model: Model, make_student: MakeModel, write: Callable[..., Path]) -> None:
+    draft = write(make_student(grid=(1, 5, 3)))
+    assert "is a student, which draws all tokens at once" in refusal(Engine(model), Config(draft))

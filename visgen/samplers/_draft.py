@@ -13,7 +13,7 @@ def load_draft(path: Path | None, engine: Engine) -> Engine:
     """An engine of the draft model, for the same tokens, guidance and filters.
 
     Raises:
-        UserError: no such model, or one of other tokens, another condition or without a null class.
+        UserError: no such model, a one-step student, or one of other tokens, another condition or without a null class.
     """
     from visgen.checkpoint import WEIGHTS, find_step, load_model, read_metadata
 
@@ -35,6 +35,11 @@ def load_draft(path: Path | None, engine: Engine) -> Engine:
                 f"sampler.draft {path}: its {name} is {value}, the model's is {wanted[name]}; "
                 "pass a draft model that was trained on the same tokenizer"
             )
+    if model.backbone.taught is not None:
+        raise UserError(
+            f"sampler.draft {path} is a student, which draws all tokens at once and knows no law of one after another; "
+            "pass an autoregressive model"
+        )
     mine, target = model.config.condition, engine.model.config.condition
     if _told(mine) != _told(target):
         raise UserError(
