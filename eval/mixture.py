@@ -7,6 +7,7 @@ python eval/mixture.py --config configs/dd/fashion32_dd2.yaml --batch 256
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -58,6 +59,11 @@ def main() -> None:
     settings = configs.load(MixtureConfig, sys.argv[1:], prog="eval/mixture.py")
     out = writable(settings.out, "--out")
     device, dtype = settings.engine.resolve()
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            f"the fused sums are a Triton kernel, which needs a CUDA GPU, not {device}; TRITON_INTERPRET=1 runs it "
+            "element by element, which shows errors but no speed"
+        )
     objective = configs.load(TrainConfig, [str(settings.config)], prog="eval/mixture.py").objective
     if not isinstance(objective, DD2Config):
         raise UserError(f"--config {settings.config} trains {configs.kind_of(objective)}; give one of objective dd2")

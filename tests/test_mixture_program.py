@@ -36,3 +36,13 @@ def test_another_objective_is_refused(
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path, "--config", str(ROOT / "configs/debug/vq.yaml"))
     assert "trains vq; give one of objective dd2" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path)
+    told = capsys.readouterr().err
+    assert "needs a CUDA GPU, not cpu" in told and told.count("\n") == 1
