@@ -111,6 +111,7 @@ def test_rows_have_their_own_tolerance() -> None:
     assert not compare(recorded + 2 * error * torch.tensor([[0.0], [1.0]]), recorded)[1]
     assert not compare(recorded + error.flip(0), recorded)[1], "one row's size excuses no other row"
     assert not compare(recorded * torch.nan, recorded)[1]
+    assert compare(recorded + error, recorded)[0] == "largest error 9.00e-05 of 1.00e-04 allowed"  # not 0.09, of 0.1
     assert compare(recorded[:1], recorded) == ("shape [1, 2] instead of [2, 2]", False)
     assert compare(torch.tensor([1, 2]), torch.tensor([1, 3])) == ("1 of 2 differ", False)
 
@@ -119,6 +120,7 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, capsys: pytest.Captu
     whole = (DATA / "llamagen_c2i_a.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     foreign = edited("llamagen_c2i_a", tmp_path / "f.safetensors", lambda t: None, {"origin": "var"})
+    plain = edited("llamagen_c2i_a", tmp_path / "p.safetensors", lambda t: None, {"origin": ""})
     config = json.dumps({"block_size": 16})
     bare = edited("llamagen_c2i_a", tmp_path / "b.safetensors", lambda t: None, {"config": config})
     for argv, message in (
@@ -128,6 +130,8 @@ def test_what_cannot_be_checked_is_one_line(tmp_path: Path, capsys: pytest.Captu
         ),
         ([str(tmp_path / "cut.safetensors")], "is truncated or not a safetensors file"),
         ([str(tmp_path / "none")], "does not exist"),
+        ([str(tmp_path)], "is no file; pass a file of recorded vectors"),
+        ([plain], "names no origin, so it holds no recorded vectors"),
         ([bare], "lacks what llamagen_gpt needs: 'n_head'"),
         ([], "FILE is needed"),
     ):
