@@ -267,6 +267,14 @@ def test_bf16_on_the_cpu_and_silence_about_the_run(tmp_path, capsys):
         assert words in said.err
 
 
+def test_unreadable_samples_are_counted_at_the_end(tmp_path, monkeypatch, capsys):
+    train(tmp_path / "whole", "--loop.steps", "1")
+    assert "could not be read" not in capsys.readouterr().err
+    monkeypatch.setattr("visgen.data.Data.skipped", 3)
+    train(tmp_path / "damaged", "--loop.steps", "1")
+    assert "3 of 40 samples could not be read" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_starting_from_another_run(whole, tmp_path):
     run = train(tmp_path / "run", *NOISY, "--loop.steps", "8", "--loop.resume", str(whole))
     assert [line["step"] for line in metrics(run)] == [7, 8]

@@ -152,6 +152,8 @@ def _run(
                 who = stop.received or "a signal to another process"
                 out.say(f"{who}: step {done} is saved; the same command goes on from there")
                 break
+    if data.skipped:
+        out.say(f"{data.skipped} of {len(data)} samples could not be read; the next one was taken in place of each")
 
 
 def make_accelerator(loop: LoopConfig) -> Accelerator:
