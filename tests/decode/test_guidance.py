@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import reference
@@ -41,9 +42,9 @@ def test_every_row_has_its_own_place() -> None:
     assert weights[1, :, 0].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("scale", [-0.1, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [-0.1, 1e39, math.inf, math.nan])
 def test_impossible_scales_are_refused(scale: float) -> None:
-    with pytest.raises(UserError, match=f"guidance.scale {scale} must be a finite number >= 0"):
+    with pytest.raises(UserError, match=re.escape(f"guidance.scale {scale} must be a finite number >= 0")):
         Guidance(scale)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from visgen.config import UserError
 
+MOST = 1e6  # of a scale; far larger ones overflow float32, and then every law is not-a-number
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -35,10 +37,9 @@ class Guidance:
         low, high = self.interval
         if not 0 <= low <= high <= 1:
             raise UserError(f"guidance.interval {self.interval} must satisfy 0 <= first <= last <= 1")
-        if not math.isfinite(self.scale) or self.scale < 0:
-            raise UserError(f"guidance.scale {self.scale} must be a finite number >= 0")
-        if self.control is not None and not (math.isfinite(self.control) and self.control >= 0):
-            raise UserError(f"guidance.control {self.control} must be a finite number >= 0")
+        for name, scale in (("scale", self.scale), ("control", self.control)):
+            if scale is not None and not 0 <= scale <= MOST:
+                raise UserError(f"guidance.{name} {scale} must be a finite number >= 0, at most {MOST:g}")
 
     @property
     def kinds(self) -> tuple[tuple[bool, bool], ...]:
