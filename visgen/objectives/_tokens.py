@@ -58,7 +58,10 @@ def read_tokenizer(path: Path | None, model: Model, data: Data) -> dict[str, nn.
     from visgen.checkpoint import load_tokenizer, tokenizer_hash  # reads files, which building the nets does not need
     from visgen.encode import preflight
 
-    tokenizer: Any = load_tokenizer(path)
+    try:
+        tokenizer: Any = load_tokenizer(path)
+    except UserError as error:
+        raise UserError(f"objective.tokenizer: {error}") from None
     model.check_tokenizer(tokenizer, f"objective.tokenizer {path}")
     if cached:
         data.check(tokenizer_hash(tokenizer))  # type: ignore[attr-defined]
