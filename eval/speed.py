@@ -22,7 +22,7 @@ from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
-from visgen.launch import writable
+from visgen.launch import out_of_memory, writable
 from visgen.loading import load
 from visgen.metrics.report import environment
 from visgen.model import Model
@@ -81,7 +81,9 @@ def main() -> None:
             rows.append(
                 speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels, **options)
             )
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed.table(rows).splitlines()[-1], file=sys.stderr)
         if kernels:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from visgen.config import UserError
-from visgen.launch import Progress, cpus, device_of, on_cpu
+from visgen.launch import Progress, cpus, device_of, on_cpu, out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,10 @@ def test_what_fails_before_its_first_step_leaves_no_bar(capsys: pytest.CaptureFi
             step(1, 2)
         raise UserError("no")
     assert ("sampling" in capsys.readouterr().err) is begun
+
+
+def test_a_machine_without_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory(full.value) and out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -21,7 +21,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.refill import refill, refillable
 from visgen.decode.warp import Warp
 from visgen.images import Images
-from visgen.launch import memory_of
+from visgen.launch import memory_of, out_of_memory
 from visgen.layout import Grid
 from visgen.metrics.images import to_uint8
 from visgen.model import Model
@@ -224,7 +224,9 @@ class Generator(Conditioned):
             other = {} if engine.grid == self.model.grid else {"grid": engine.grid}
             decoded = (to_uint8(self.tokenizer.decode(part, **other)).cpu() for part in generation.tokens.split(rows))
             frames = torch.cat(list(decoded))  # [B, T, 3, H, W]
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             raise UserError(
                 f"{rows} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None

@@ -48,6 +48,11 @@ def device_of(name: str, flag: str) -> torch.device:
     return device
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it says that a GPU, or the machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def cpus() -> int:
     """How many CPUs this process may use; more data-reading processes than these only slow it down."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
