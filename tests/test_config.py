@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -559,6 +560,26 @@ def test_programs_print_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) 
     assert run_program(lambda: 7) == 7
     with pytest.raises(KeyError):
         run_program(lambda: {}["a bug stays a traceback"])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at once"])
+def test_who_stops_reading_gets_no_traceback(unbuffered: str) -> None:
+    program = "import time; from visgen.config import run_program; time.sleep(0.5); run_program(lambda: print('line'))"
+    left = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | true; exit "${PIPESTATUS[0]}"', sys.executable, program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    assert (left.returncode, left.stderr) == (141, "")
+
+
+def test_another_broken_pipe_stays_a_traceback() -> None:
+    def fail() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_program(fail)
 
 
 # ------------------------------------------------------------------------------------------------------- fuzzing

@@ -13,8 +13,10 @@ import difflib
 import importlib
 import inspect
 import io
+import os
 import pkgutil
 import re
+import select
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -150,9 +152,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def run_program(main: Callable[[], Any]) -> Any:
-    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130."""
+    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130. Whoever
+    reads stdout may stop early, as `| head` does."""
     try:
-        return main()
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes there
+        raise SystemExit(128 + 13) from None
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -162,6 +173,13 @@ def run_program(main: Callable[[], Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- internals
+
+
+def _unread() -> bool:
+    """Whether stdout is a pipe that nobody reads any more, not a pipe of the program's own."""
+    watched = select.poll()
+    watched.register(1, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def _suggest(name: str, allowed: Sequence[str]) -> str:
