@@ -30,7 +30,7 @@ class EncoderConfig:
 
     Attributes:
         name: a ViT of timm, such as `vit_small_patch14_dinov2.lvd142m`; empty: a small one of the next five fields.
-        width, layers, heads: of the small one, whose patches overlap: each is read with the eight around it.
+        width, layers, heads: of the small one, whose patches are read by convolutions that see beyond them.
         patch: its patch in pixels; best the tokenizer's stride, for then maps need no resizing.
         side: cells in a row of its table of positions, which is resized to any other grid.
         weights: local file of the timm model's pretrained weights, read when a training starts; none: random ones.
@@ -84,7 +84,7 @@ class ControlEncoder(nn.Module):
 
         vit = self.vit
         size = (cells[0] * self.patch, cells[1] * self.patch)
-        x = resized(maps, size, resize).to(vit.patch_embed.proj.weight.dtype)
+        x = resized(maps, size, resize).to(next(vit.patch_embed.parameters()).dtype)
         x = vit.patch_embed.proj(x).flatten(2).transpose(1, 2)  # [B, h w, C]
         extra = [t.expand(len(x), -1, -1) for t in (vit.cls_token, getattr(vit, "reg_token", None)) if t is not None]
         count = sum(t.shape[1] for t in extra)
@@ -238,8 +238,7 @@ def _vit(config: EncoderConfig) -> Any:
             class_token=False,
             dynamic_img_size=True,
         )
-        # a patch sees its neighbours: an edge says little by itself, and attention learns late which patches are near
-        vit.patch_embed.proj = nn.Conv2d(3, config.width, 3 * config.patch, config.patch, padding=config.patch)
+        vit.patch_embed.proj = _stem(config.width, config.patch)
         return vit
     try:
         made = timm.create_model(config.name, pretrained=False, num_classes=0, dynamic_img_size=True)
@@ -250,3 +249,27 @@ def _vit(config: EncoderConfig) -> Any:
     if not isinstance(made, VisionTransformer) or made.pos_embed is None:
         raise UserError(f"control.encoder.name {config.name} is a {type(made).__name__}; name a plain ViT of timm")
     return made
+
+
+def _stem(width: int, patch: int) -> nn.Sequential:
+    """[B, 3, H, W] -> [B, width, H / patch, W / patch] by 3 x 3 convolutions (Xiao et al. 2021, arXiv:2106.14881).
+
+    An edge says little by itself, and attention alone learns late which patches are near.
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    while patch > 1:
+        stride = 2 if patch % 2 == 0 else patch
+        patch //= stride
+        out = width // 2 if patch > 1 else width
+        layers += [nn.Conv2d(channels, out, stride + 1 - stride % 2, stride, padding=int(stride == 2)), nn.GELU()]
+        channels = out
+    for _ in range(2):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.GELU()]
+        channels = width
+    layers.append(nn.Conv2d(width, width, 1))
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return nn.Sequential(*layers)
