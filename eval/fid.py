@@ -24,6 +24,7 @@ from visgen import scale
 from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
+from visgen.data import Data
 from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.loading import load
@@ -51,6 +52,8 @@ class FidConfig(SamplingConfig):
             marginals (tokens drawn from per-position histograms).
         n: images per row.
         reference_n: images of the reference; default the whole held-out split.
+        labels: balanced: every class equally often; source, for classes of unequal size: as often as in the reference,
+            which is the held-out split, or with --reference stands for the training split.
         plan_seed: seed of the sample plan (labels and per-image seeds).
         extractor, weights: feature network and, where it needs one, its weight file.
         extractor_batch: images per pass of the feature network; default by device.
@@ -73,6 +76,7 @@ class FidConfig(SamplingConfig):
     rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
     n: Annotated[int, Range(2)] = 10_000
     reference_n: Annotated[int, Range(2)] | None = None
+    labels: Literal["balanced", "source"] = "balanced"
     plan_seed: Seed = 0
     extractor: str = "fd_efflite0"
     weights: Path | None = None
@@ -103,7 +107,7 @@ def main() -> None:
     )
     held_out = ev.build_pictures(settings.data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
-    plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
+    plan = plan_of(settings, held_out)
     n_ref = ref_n if settings.reference is None else 0  # a file tells its own, and is read below
     ev.check_size(plan, n_ref, extractor, settings.groups, settings.allow_small)
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
@@ -156,6 +160,15 @@ def main() -> None:
             from visgen.train.mirror import mirror_reports
 
             mirror_reports(reports, out)
+
+
+def plan_of(settings: FidConfig, held_out: Data) -> SamplePlan:
+    classes = len(held_out.classes)
+    if settings.labels == "balanced":
+        return SamplePlan(settings.n, classes, settings.plan_seed)
+    data = held_out if settings.reference is None else ev.build_pictures(settings.data, "train")
+    counts = tuple(torch.bincount(ev.labels_of(data), minlength=classes).tolist())
+    return SamplePlan(settings.n, classes, settings.plan_seed, "source", counts)
 
 
 def score_generated(

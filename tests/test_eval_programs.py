@@ -66,6 +66,22 @@ def test_every_row_is_scored(score: Callable[..., Path], tmp_path: Path) -> None
     assert (score("recon") / "report.json").is_file()
 
 
+def test_classes_may_be_as_often_as_in_the_reference(score: Callable[..., Path]) -> None:
+    out = score("fid", "--labels", "source", "--rows", "generated", "recon")
+    reports = [json.loads(p.read_text()) for p in sorted(out.glob("*/report.json"))]
+    assert [r["protocol"]["labels"] for r in reports] == ["source"] * 2
+    plan = SamplePlan(66, 3, 0, "source", (24, 23, 23))  # of the 70 held out
+    assert [r["sampling"]["plan"] for r in reports] == [plan.hash] * 2
+
+
+def test_the_largest_n_of_unequal_classes() -> None:
+    data = build(plugin_config("visgen.data", "synthetic", n=90, classes=3), "train")
+    with pytest.raises(
+        UserError, match=r"class .* has 30 images, fewer than the 60 of it that --n 100 needs; lower --n to 50"
+    ):
+        ev.choose(data, SamplePlan(100, 3, 0, "source", (3, 1, 1)))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

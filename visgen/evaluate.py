@@ -243,11 +243,12 @@ def choose(data: Data, plan: SamplePlan) -> list[int]:
     labels, wanted = labels_of(data), plan.rows().label
     have, need = (torch.bincount(x, minlength=plan.classes)[: plan.classes] for x in (labels, wanted))
     if (have < need).any():
-        fewest = int(have.argmin())
-        most = int(have[fewest]) * plan.classes
+        share = have / need.clamp(min=1)
+        fewest = int((share if plan.mode == "source" else have).argmin())
+        most = int(share[fewest] * plan.n) if plan.mode == "source" else int(have[fewest]) * plan.classes
         raise UserError(
             f"class {data.classes[fewest]} of the {data.split} split has {int(have[fewest])} images, fewer than the "
-            f"{int(need[fewest])} of each class that --n {plan.n} needs; "
+            f"{int(need[fewest])} of {'it' if plan.mode == 'source' else 'each class'} that --n {plan.n} needs; "
             + (f"lower --n to {most} or less" if most else "give it images, or leave it out")
         )
     return matched(labels, wanted).tolist()

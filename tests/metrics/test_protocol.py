@@ -115,6 +115,21 @@ def test_random_mode_is_uniform_and_unbalanced():
     assert counts.min() > 880 and counts.max() < 1120 and counts.std() > 5
 
 
+def test_source_mode_asks_for_each_class_as_often_as_the_data_have_it():
+    counts = (5, 0, 70, 25)
+    plan = SamplePlan(n=3000, classes=4, seed=4, mode="source", counts=counts)
+    label = plan.rows().label
+    assert torch.equal(label[:200], SamplePlan(200, 4, 4, "source", counts).rows().label), "a longer plan extends it"
+    for stretch in (label, label[:700], label[1234:1334]):
+        found = torch.bincount(stretch, minlength=4) / len(stretch)
+        assert (found - torch.tensor(counts) / 100).abs().max() < 4 / len(stretch)
+    assert not torch.equal(label, SamplePlan(3000, 4, 5, "source", counts).rows().label)
+    assert plan.hash != SamplePlan(3000, 4, 4, "source", (5, 1, 70, 25)).hash
+    for wrong in ((), (1, 2), (0, 0, 0, 0), (1, 2, -1, 3)):
+        with pytest.raises(UserError, match="counts"):
+            SamplePlan(10, 4, 0, "source", wrong)
+
+
 def test_batches_have_one_size_and_mask_the_filling():
     plan = SamplePlan(n=103, classes=4)
     got = [batch for rank in range(3) for batch in plan.batches(8, rank, 3)]

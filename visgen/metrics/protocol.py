@@ -22,7 +22,7 @@ from visgen.config import UserError
 from visgen.metrics.images import QUANTISE
 
 LABELS = ("balanced", "random", "source")
-MODES = ("balanced", "random")
+MODES = ("balanced", "random", "source")
 
 
 # ------------------------------------------------------------------------------------------------ the protocol
@@ -174,14 +174,16 @@ class SamplePlan:
     """Which class and which seed image i of n has.
 
     `balanced`: every aligned run of `classes` indices holds each class once, in an order of its own; a remainder holds
-    a seeded subset. `random`: independent uniform labels. Seeds depend on (seed, i) only, so a longer plan extends a
-    shorter one and two models under one plan are paired image by image.
+    a seeded subset. `random`: independent uniform labels. `source`: class c in counts[c] of sum(counts) images, of any
+    number of them to a few. Seeds depend on (seed, i) only, so a longer plan extends a shorter one and two models under
+    one plan are paired image by image.
     """
 
     n: int
     classes: int = 1
     seed: int = 0
     mode: str = "balanced"
+    counts: tuple[int, ...] = ()  # of the images of each class, for `source`
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.classes < 1 or self.seed < 0:
@@ -190,6 +192,10 @@ class SamplePlan:
             )
         if self.mode not in MODES:
             raise UserError(f"sample plan: mode '{self.mode}' is unknown; allowed: {', '.join(MODES)}")
+        if self.mode == "source" and (len(self.counts) != self.classes or min(self.counts) < 0 or not sum(self.counts)):
+            raise UserError(
+                f"sample plan: counts {self.counts} must be one for each of {self.classes} classes, not all 0"
+            )
 
     def __len__(self) -> int:
         return self.n
@@ -210,6 +216,10 @@ class SamplePlan:
     def _labels(self, i: np.ndarray) -> np.ndarray:
         if self.mode == "random":
             return (hash64(self.seed, _LABELS, i) % np.uint64(self.classes)).astype(np.int64)
+        if self.mode == "source":  # multiples of the golden ratio, modulo 1: any stretch of them is even (Weyl 1916)
+            turn = (hash64(self.seed, _LABELS, np.zeros(1, np.int64)) >> np.uint64(11)) / 2.0**53
+            places = (i * ((5**0.5 - 1) / 2) + turn) % 1 * sum(self.counts)
+            return np.searchsorted(np.cumsum(self.counts), places, side="right").astype(np.int64)
         blocks, row = np.unique(i // self.classes, return_inverse=True)
         keys = hash64(self.seed, _LABELS, blocks[:, None], np.arange(self.classes)[None, :])  # [blocks, classes]
         return np.argsort(keys, axis=1, kind="stable")[row.reshape(-1), i % self.classes].astype(np.int64)
@@ -238,7 +248,8 @@ class SamplePlan:
     @property
     def hash(self) -> str:
         """12 hex digits naming the plan; a resumed run must find the same."""
-        return hashlib.sha256(repr((self.n, self.classes, self.seed, self.mode)).encode()).hexdigest()[:12]
+        facts = (self.n, self.classes, self.seed, self.mode, *([self.counts] if self.counts else []))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def group_of(index: Tensor, n: int, groups: int) -> Tensor:
