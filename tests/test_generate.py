@@ -59,7 +59,8 @@ def test_labels_out_of_range(generator: Generator, name: Any) -> None:
 @pytest.mark.parametrize("name", ["boot", "", "--1", "²", "1.0"])
 def test_unknown_names_list_the_known_ones(generator: Generator, name: str) -> None:
     message = refused(lambda: generator.label(name))
-    assert message == f"label '{name}' is unknown; the checkpoint knows Ankle boot, bag, Coat"
+    perhaps = " (perhaps 'Ankle boot')" if name == "boot" else ""
+    assert message == f"label '{name}' is unknown{perhaps}; the checkpoint knows Ankle boot, bag, Coat"
 
 
 @pytest.mark.parametrize("name", [None, 1.5, [0], torch.tensor(1.0)])

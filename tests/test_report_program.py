@@ -64,6 +64,7 @@ def test_a_row_with_axes_is_the_product_of_its_values() -> None:
         (["a: warp.top_k=-3"], "top_k"),
         (["a b: warp.top_k=1", "A, B: warp.top_k=2"], "two cells are called 'a_b'"),
         ([], "rows is empty"),
+        (["foo"], "row 'foo' has no name; write 'NAME: name=value"),
     ],
 )
 def test_rows_that_say_nothing_are_refused(rows: list[str], message: str) -> None:

@@ -106,7 +106,9 @@ def test_the_script_itself_runs(checkpoint_dir: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: label 'boat' is unknown; the checkpoint knows Ankle boot, bag, Coat\n"
+    assert (
+        done.stderr == "error: label 'boat' is unknown (perhaps 'Coat'); the checkpoint knows Ankle boot, bag, Coat\n"
+    )
 
 
 def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_burden(
@@ -249,7 +251,10 @@ def test_a_checkpoint_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--label", "7"], "label 7 is out of range: the checkpoint knows classes 0 to 2"),
         (["--label", "-1"], "label -1 is out of range"),
-        (["--label", "bag", "boat"], "label 'boat' is unknown; the checkpoint knows Ankle boot, bag, Coat"),
+        (
+            ["--label", "bag", "boat"],
+            "label 'boat' is unknown (perhaps 'Coat'); the checkpoint knows Ankle boot, bag, Coat",
+        ),
         (["--num", "0"], "num is 0; it must be at least 1"),
         (["--num", "-2"], "num is -2; it must be at least 1"),
         (["--num", "two"], "--num"),

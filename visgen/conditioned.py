@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
 import reprlib
@@ -70,7 +71,10 @@ class Conditioned:
             return self.classes.index(name)
         if isinstance(name, str) and not re.fullmatch(r"-?\d+", name):
             if name.lower() not in lowered:
-                raise UserError(f"label '{name}' is unknown; the checkpoint knows {self.class_list}")
+                near = [c for c in self.classes if name and name.lower() in c.lower()]
+                near = near[:1] or difflib.get_close_matches(name, self.classes, 1)
+                perhaps = f" (perhaps '{near[0]}')" if near else ""
+                raise UserError(f"label '{name}' is unknown{perhaps}; the checkpoint knows {self.class_list}")
             return lowered.index(name.lower())
         try:
             label = int(name) if isinstance(name, str) else operator.index(name)

@@ -84,7 +84,11 @@ def cells_of(rows: Sequence[str], sweep: Sequence[str], base: CellConfig) -> lis
     """
     found: list[Cell] = []
     for row in rows:
-        name, _, words = row.partition(":")
+        name, colon, words = row.partition(":")
+        if not colon:
+            raise UserError(
+                f"row '{row}' has no name; write 'NAME: name=value ..', or 'NAME:' for no settings of its own"
+            )
         pairs = [_pair(word, row) for word in [*sweep, *words.split()]]
         axes = [key for key, values in pairs if len(values) > 1]
         for chosen in itertools.product(*(values for _, values in pairs)):

@@ -98,6 +98,7 @@ def test_the_given_logits_are_left_alone() -> None:
     ("field", "value"),
     [
         ("temperature", -1.0),
+        ("temperature", math.inf),
         ("temperature", math.nan),
         ("top_k", -1),
         ("top_p", 0.0),

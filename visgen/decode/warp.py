@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,10 @@ class Warp:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature {self.temperature} must be >= 0")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"temperature {self.temperature} must be finite and >= 0; 0 keeps the most likely token alone"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k {self.top_k} must be >= 0; 0 keeps all tokens")
         if not 0 < self.top_p <= 1:

@@ -243,7 +243,10 @@ def held_out(config: TrainConfig, data: Data) -> Data:
         return configs.build(config.data, "held_out")
     except UserError as error:
         if config.loop.eval_every:
-            raise UserError(f"loop.eval_every needs a held-out split ({error}); or set loop.eval_every 0") from None
+            raise UserError(
+                f"loop.eval_every needs a held-out split ({error}); or set loop.eval_every 0"
+                f"{' and loop.keep_best empty' if config.loop.keep_best else ''}"
+            ) from None
         print(f"previews are of training samples: {error}", file=sys.stderr)
         return data
 
