@@ -20,7 +20,6 @@ from torch import Tensor
 from visgen import config as configs
 from visgen import control_set as cs
 from visgen import evaluate as ev
-from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed, Weight
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
@@ -33,6 +32,7 @@ from visgen.metrics.kid import kid
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
 from visgen.pictures import grid
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 

@@ -21,7 +21,6 @@ import torch
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import scale
-from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.data import Data
@@ -32,6 +31,7 @@ from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.protocol import EvalProtocol, SamplePlan
 from visgen.metrics.report import Report, table
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 from visgen.scale import CHUNK

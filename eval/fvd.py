@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 from visgen import clip_score as cs
 from visgen import config as configs
 from visgen import evaluate as ev
-from visgen.checkpoint import Step
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
@@ -28,6 +27,7 @@ from visgen.metrics.clips import ClipExtractor, FrameDifferences, I3DFeatures
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report, table
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 

@@ -19,7 +19,6 @@ from visgen import clip_score as cs
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import rollout as ro
-from visgen.checkpoint import Step
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
@@ -30,6 +29,7 @@ from visgen.metrics.features import build_extractor
 from visgen.metrics.plots import save_panels
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import environment
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import small_set as small
-from visgen.checkpoint import Step
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
@@ -34,6 +33,7 @@ from visgen.metrics.neighbours import histograms, nearest, suspects
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report
 from visgen.pictures import grid
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 from visgen.small_set import SmallSet

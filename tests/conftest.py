@@ -23,7 +23,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run on the CPU, element by element
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import build, dump, plugin_config
 from visgen.config import load as loads
 from visgen.model import Model, ModelConfig
@@ -216,12 +216,12 @@ def teacher_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempP
         torch.manual_seed(0)
         tokenizer = build(config).eval()
     model = make_model(grid=tokenizer.grid, vocab=16)
-    folder = run / checkpoint.step_name(1)
+    folder = run / run_files.step_name(1)
     folder.mkdir(parents=True)
     facts = {"classes": json.dumps(["a", "b", "c"]), "tokenizer": checkpoint.tokenizer_hash(tokenizer)}
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-    (folder / checkpoint.META).write_text("{}")
-    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, config)
+    checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+    (folder / run_files.META).write_text("{}")
+    checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, config)
     return run
 
 
@@ -233,13 +233,13 @@ def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.Te
     torch.manual_seed(0)
     tokenizer = build(tokenizer_config).eval()
     for step in (5, 10):
-        folder = run / checkpoint.step_name(step)
+        folder = run / run_files.step_name(step)
         folder.mkdir(parents=True)
         model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, seed=step)
         facts = {"step": step, "classes": json.dumps(["Ankle boot", "bag", "Coat"])}
-        checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-        (folder / checkpoint.META).write_text(json.dumps({"step": step}))
-    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+        checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+        (folder / run_files.META).write_text(json.dumps({"step": step}))
+    checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)
     return run
 
 
@@ -273,13 +273,13 @@ def text_checkpoint_dir(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tokenizer = build(tokenizer_config).eval()
-    folder = run / checkpoint.step_name(3)
+    folder = run / run_files.step_name(3)
     folder.mkdir(parents=True)
     asked = {"kind": "text", "tokens": 6, "channels": 16, "encoder": str(text_encoder), "clean": False}
     model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, condition=asked)
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata={"step": 3})
-    (folder / checkpoint.META).write_text(json.dumps({"step": 3}))
-    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+    checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata={"step": 3})
+    (folder / run_files.META).write_text(json.dumps({"step": 3}))
+    checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)
     return run
 
 
@@ -296,12 +296,12 @@ def make_control_run(make_model: Callable[..., Model]) -> Callable[..., Path]:
         if beside is not None:
             control = dataclasses.replace(model.config.control, beside=small_config("controls", beside))
             model.config = dataclasses.replace(model.config, control=control)
-        folder = run / checkpoint.step_name(1)
+        folder = run / run_files.step_name(1)
         folder.mkdir(parents=True)
         facts = {"step": 1, "classes": json.dumps(["boot", "bag", "coat"])}
-        checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-        (folder / checkpoint.META).write_text(json.dumps({"step": 1}))
-        checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer_config)
+        checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+        (folder / run_files.META).write_text(json.dumps({"step": 1}))
+        checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)
         return run
 
     return make

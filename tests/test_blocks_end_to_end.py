@@ -13,7 +13,7 @@ from sample_program import refused, run
 
 import visgen
 import visgen.encode as program
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.data._clips import count, read_clip, write_gif
 from visgen.decode.warp import Warp
@@ -24,12 +24,12 @@ STEPS = {"kind": "blockwise", "steps": 3}
 
 
 def saved(run_dir: Path, model: Model, tokenizer: Any) -> Path:
-    step = run_dir / checkpoint.step_name(1)
+    step = run_dir / run_files.step_name(1)
     step.mkdir(parents=True)
     facts = {"step": 1, "classes": json.dumps(["a", "b", "c"])}
-    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-    (step / checkpoint.META).write_text(json.dumps({"step": 1}))
-    checkpoint.save_module(run_dir / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(step / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+    (step / run_files.META).write_text(json.dumps({"step": 1}))
+    checkpoint.save_module(run_dir / run_files.TOKENIZER, tokenizer, tokenizer.config)
     return run_dir
 
 
@@ -147,7 +147,7 @@ def test_training_on_clips_leaves_a_run_that_samples(
 ) -> None:
     checked = program.preflight  # whose margin a tokenizer of random weights does not reach
     monkeypatch.setattr(program, "preflight", lambda tokenizer, codes, **rest: checked(tokenizer, codes, margin_db=-99))
-    tokenizer = str(runs["clip"] / checkpoint.TOKENIZER)
+    tokenizer = str(runs["clip"] / run_files.TOKENIZER)
     pictures = {"kind": "synthetic", "image_size": 16, "n": 9, "n_held_out": 9}
     data = {"kind": "sprites", "image_size": 16, "sprite": 8, "frames": 4, "motions": 3, "n": 12, "n_held_out": 6}
     sprites = [f"--data.{k}={v}" for k, v in data.items() if k != "kind"]
@@ -172,7 +172,7 @@ def test_training_on_clips_leaves_a_run_that_samples(
 
 def test_data_that_does_not_fit_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     config = str(Path(__file__).parents[1] / "configs" / "debug" / "acdit.yaml")
-    tokenizer = ["--objective.tokenizer", str(runs["image"] / checkpoint.TOKENIZER), "--data.image-size", "16"]
+    tokenizer = ["--objective.tokenizer", str(runs["image"] / run_files.TOKENIZER), "--data.image-size", "16"]
     shape = ["--objective.model.grid", "1", "4", "4", "--objective.model.channels", "16"]
     block = ["--objective.model.backbone.block", "1", "2", "2"]
     out = ["--loop.out", str(tmp_path / "run")]

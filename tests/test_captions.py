@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import visgen
 from visgen import captions as program
-from visgen import checkpoint
+from visgen import run_files
 from visgen.conditions.text import Config as Condition
 from visgen.config import UserError, build, plugin_config
 from visgen.prompts import encode
@@ -220,7 +220,7 @@ def train(out: Path, *flags: str) -> Path:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / checkpoint.step_name(2) / checkpoint.WEIGHTS)
+    return load_file(run / run_files.step_name(2) / run_files.WEIGHTS)
 
 
 def test_from_captions_to_an_image_under_a_control(folder: Path, text_encoder: Path, tmp_path: Path) -> None:

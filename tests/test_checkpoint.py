@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from visgen import checkpoint, config
+from visgen import checkpoint, config, run_files
 from visgen.config import UserError
 from visgen.model import Model, ModelConfig
 
@@ -31,8 +31,8 @@ def runs(tmp_path):
     """A tokenizer run with two steps, and a model run that keeps the tokenizer beside it."""
     tokenizer, model = make_tokenizer(), make_model()
     for step in (1, 2):
-        write(tmp_path / "tok" / checkpoint.step_name(step), make_tokenizer(seed=2 - step))
-        write(tmp_path / "ar" / checkpoint.step_name(step), model)
+        write(tmp_path / "tok" / run_files.step_name(step), make_tokenizer(seed=2 - step))
+        write(tmp_path / "ar" / run_files.step_name(step), model)
     checkpoint.save_module(tmp_path / "ar" / "tokenizer.safetensors", tokenizer, tokenizer.config)
     return tmp_path
 
@@ -62,7 +62,7 @@ def test_round_trip_of_a_tokenizer(runs):
         loaded = checkpoint.load_tokenizer(path)
         assert equal(loaded, tokenizer) and not loaded.training and loaded.config == tokenizer.config
         assert torch.equal(loaded.encode(pixels), tokenizer.eval().encode(pixels))
-    assert not equal(checkpoint.load_tokenizer(checkpoint.find_step(runs / "tok", 1)), tokenizer)
+    assert not equal(checkpoint.load_tokenizer(run_files.find_step(runs / "tok", 1)), tokenizer)
     assert checkpoint.read_metadata(runs / "tok/step_0000001/model.safetensors")["step"] == "3"
 
 
@@ -147,20 +147,20 @@ def test_missing_directories_and_steps(runs, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(lambda: checkpoint.load_tokenizer(tmp_path / "none"), "none does not exist", "run directory")
     refused(lambda: checkpoint.load_model(tmp_path / "none.safetensors"), "none.safetensors does not exist")
-    refused(lambda: checkpoint.find_step(tmp_path / "empty"), "holds no complete checkpoint")
+    refused(lambda: run_files.find_step(tmp_path / "empty"), "holds no complete checkpoint")
     for step in (7, -1, "last"):
         words = (f"holds no step {step}; it holds 1, 2: choose one of them, 'best' (", "or none for the newest")
-        refused(lambda step=step: checkpoint.find_step(runs / "tok", step), *words)
+        refused(lambda step=step: run_files.find_step(runs / "tok", step), *words)
     (tmp_path / "step_0000001").mkdir()
     (tmp_path / "step_0000001" / "model.safetensors").write_bytes(b"")
-    assert checkpoint.find_step(tmp_path / "step_0000001") == tmp_path / "step_0000001"
-    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001", 1), "is a step itself; pass its run directory")
-    refused(lambda: checkpoint.find_step(tmp_path / "step_0000001" / "model.safetensors"), "is a file; pass a run")
-    refused(lambda: checkpoint.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
-    assert checkpoint.find_step(runs / "tok").name == "step_0000002"
+    assert run_files.find_step(tmp_path / "step_0000001") == tmp_path / "step_0000001"
+    refused(lambda: run_files.find_step(tmp_path / "step_0000001", 1), "is a step itself; pass its run directory")
+    refused(lambda: run_files.find_step(tmp_path / "step_0000001" / "model.safetensors"), "is a file; pass a run")
+    refused(lambda: run_files.find_step(runs / "tok", "best"), "knows no best step", "loop.keep_best")
+    assert run_files.find_step(runs / "tok").name == "step_0000002"
     (runs / "tok" / "step_0000002" / "meta.json").write_text('{"best": {"step": 1}}')
-    assert checkpoint.find_step(runs / "tok", "best").name == "step_0000001"
-    assert checkpoint.find_step(runs / "tok" / "step_0000001").name == "step_0000001"
+    assert run_files.find_step(runs / "tok", "best").name == "step_0000001"
+    assert run_files.find_step(runs / "tok" / "step_0000001").name == "step_0000001"
 
 
 DAMAGES = [b'{"step": 8', b"[1]", b"3", b"null", b"\xff\xfe", b""]
@@ -172,17 +172,17 @@ def test_damaged_facts_of_a_step_are_said(runs, content):
     (step / "meta.json").write_bytes(content)
     words = (f"{step}/meta.json is damaged (", "; copy the step again or use the earlier step_0000001")
     for which in (None, 2, "best"):
-        refused(lambda which=which: checkpoint.find_step(runs / "ar", which), *words)
-    refused(lambda: checkpoint.find_step(step), *words)
+        refused(lambda which=which: run_files.find_step(runs / "ar", which), *words)
+    refused(lambda: run_files.find_step(step), *words)
     refused(lambda: checkpoint.load_model(runs / "ar"), *words)
-    assert checkpoint.find_step(runs / "ar", 1).name == "step_0000001"
+    assert run_files.find_step(runs / "ar", 1).name == "step_0000001"
 
 
 @pytest.mark.parametrize("best", [3, "x", {}, {"step": "1"}, []])
 def test_a_damaged_best_is_said(runs, best):
     (runs / "ar" / "step_0000002" / "meta.json").write_text(json.dumps({"best": best}))
-    refused(lambda: checkpoint.find_step(runs / "ar", "best"), "meta.json is damaged (its 'best' is ", "copy the step")
-    assert checkpoint.find_step(runs / "ar").name == "step_0000002"
+    refused(lambda: run_files.find_step(runs / "ar", "best"), "meta.json is damaged (its 'best' is ", "copy the step")
+    assert run_files.find_step(runs / "ar").name == "step_0000002"
 
 
 def test_weights_without_facts_are_no_step_of_a_run_but_stand_alone(runs):
@@ -190,17 +190,17 @@ def test_weights_without_facts_are_no_step_of_a_run_but_stand_alone(runs):
     (step / "meta.json").unlink()
     words = (f"{step}/meta.json is missing", "copy it again, or pass the directory", "step_0000002 itself")
     for which in (None, 2, "best"):
-        refused(lambda which=which: checkpoint.find_step(runs / "ar", which), *words)
-    assert checkpoint.find_step(step) == step and checkpoint.find_step(runs / "ar", 1).name == "step_0000001"
-    assert [p.name for p in checkpoint.find_steps(runs / "ar")] == ["step_0000001"], "nothing is resumed from it"
+        refused(lambda which=which: run_files.find_step(runs / "ar", which), *words)
+    assert run_files.find_step(step) == step and run_files.find_step(runs / "ar", 1).name == "step_0000001"
+    assert [p.name for p in run_files.find_steps(runs / "ar")] == ["step_0000001"], "nothing is resumed from it"
 
 
 def test_half_written_steps_do_not_count(runs):
     (runs / "tok" / "step_0000009").mkdir()
     (runs / "tok" / ".step_0000010.tmp").mkdir()
     (runs / "tok" / "step_x").mkdir()
-    assert checkpoint.find_step(runs / "tok").name == "step_0000002"
-    checkpoint.clean(runs / "tok")
+    assert run_files.find_step(runs / "tok").name == "step_0000002"
+    run_files.clean(runs / "tok")
     assert not (runs / "tok" / ".step_0000010.tmp").exists()
 
 
@@ -215,9 +215,9 @@ def test_truncated_files(runs, size):
 
 
 def test_older_steps(runs):
-    steps = checkpoint.find_steps(runs / "ar")
-    assert checkpoint.older_steps(steps[1]) == steps[:1] and checkpoint.older_steps(steps[0]) == []
-    assert checkpoint.older_steps(runs / "ar" / "step_0000007") == []
+    steps = run_files.find_steps(runs / "ar")
+    assert run_files.older_steps(steps[1]) == steps[:1] and run_files.older_steps(steps[0]) == []
+    assert run_files.older_steps(runs / "ar" / "step_0000007") == []
 
 
 def test_weights_that_do_not_fit_are_listed(runs):
@@ -257,25 +257,25 @@ def test_foreign_files_and_foreign_configs(tmp_path):
 
 def test_publish_and_keep_last(runs):
     run = runs / "tok"
-    new = checkpoint.unfinished(run / checkpoint.step_name(3))
+    new = run_files.unfinished(run / run_files.step_name(3))
     new.mkdir()
     (new / "meta.json").write_text("{}")
-    assert len(checkpoint.find_steps(run)) == 2
-    checkpoint.publish(run / checkpoint.step_name(3))
-    checkpoint.keep_last(run, 2)
-    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
-    checkpoint.keep_last(run, 1, best=2)
-    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002", "step_0000003"]
-    checkpoint.keep_last(run, 0)
+    assert len(run_files.find_steps(run)) == 2
+    run_files.publish(run / run_files.step_name(3))
+    run_files.keep_last(run, 2)
+    assert [p.name for p in run_files.find_steps(run)] == ["step_0000002", "step_0000003"]
+    run_files.keep_last(run, 1, best=2)
+    assert [p.name for p in run_files.find_steps(run)] == ["step_0000002", "step_0000003"]
+    run_files.keep_last(run, 0)
     assert len(list(run.iterdir())) == 2
 
 
 def test_what_is_missing_is_said(tmp_path):
-    step = tmp_path / "run" / checkpoint.step_name(3)
+    step = tmp_path / "run" / run_files.step_name(3)
     step.mkdir(parents=True)
-    (step / checkpoint.META).write_text("{}")
-    refused(lambda: checkpoint.find_step(step), f"{step / checkpoint.WEIGHTS} is missing; copy the step again")
+    (step / run_files.META).write_text("{}")
+    refused(lambda: run_files.find_step(step), f"{step / run_files.WEIGHTS} is missing; copy the step again")
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "config.yaml").write_text("loop: {}")
-    refused(lambda: checkpoint.find_step(begun), "has saved no step yet; train it first")
+    refused(lambda: run_files.find_step(begun), "has saved no step yet; train it first")

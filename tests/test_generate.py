@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import visgen
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, dump, load, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -306,14 +306,14 @@ def test_the_newest_step_or_a_chosen_one(generator: Generator, checkpoint_dir: P
 
 def test_the_best_step(checkpoint_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint_dir, tmp_path / "copy")
-    (copy / "step_0000010" / checkpoint.META).write_text('{"best": {"metric": "nats_per_token", "step": 5}}')
+    (copy / "step_0000010" / run_files.META).write_text('{"best": {"metric": "nats_per_token", "step": 5}}')
     assert visgen.load(copy, step="best", device="cpu").meta["step"] == 5
     assert visgen.load(copy, device="cpu").meta["step"] == 10
 
 
 def test_a_step_with_its_tokenizer_is_enough_after_a_move(checkpoint_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint_dir / "step_0000010", tmp_path / "moved")
-    shutil.copy(checkpoint_dir / checkpoint.TOKENIZER, tmp_path / "moved")
+    shutil.copy(checkpoint_dir / run_files.TOKENIZER, tmp_path / "moved")
     moved = visgen.load(str(tmp_path / "moved"), device="cpu")
     assert torch.equal(moved.sample([1]).pixels, visgen.load(str(checkpoint_dir), device="cpu").sample([1]).pixels)
 
@@ -335,38 +335,38 @@ def test_a_damaged_config_is_said_and_a_missing_one_is_not(copy: Path, content: 
 
 
 def test_damaged_facts_of_a_step_are_said(copy: Path) -> None:
-    (copy / "step_0000010" / checkpoint.META).write_text('{"step": 1')
+    (copy / "step_0000010" / run_files.META).write_text('{"step": 1')
     for source in (copy, copy / "step_0000010"):
         message = refused(lambda source=source: visgen.load(source))
         assert "step_0000010/meta.json is damaged" in message and "use the earlier step_0000005" in message
     assert visgen.load(copy, step=5, device="cpu").meta["step"] == 5
-    (copy / "step_0000010" / checkpoint.META).unlink()
+    (copy / "step_0000010" / run_files.META).unlink()
     assert "meta.json is missing" in refused(lambda: visgen.load(copy))
     assert visgen.load(copy / "step_0000010", device="cpu").meta["step"] == 10
 
 
 def test_a_missing_tokenizer(copy: Path) -> None:
-    (copy / checkpoint.TOKENIZER).unlink()
+    (copy / run_files.TOKENIZER).unlink()
     message = refused(lambda: visgen.load(str(copy)))
     assert "tokenizer.safetensors is missing" in message and str(copy) in message
 
 
 @pytest.mark.parametrize("keep", [0, 5, 2000])
 def test_truncated_weights(copy: Path, keep: int) -> None:
-    weights = copy / "step_0000010" / checkpoint.WEIGHTS
+    weights = copy / "step_0000010" / run_files.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:keep])
     assert str(weights) in refused(lambda: visgen.load(str(copy)))
 
 
 def test_a_tokenizer_of_another_resolution(copy: Path, make_model: Callable[..., Any]) -> None:
     model = make_model(grid=(1, 4, 4), vocab=16)
-    checkpoint.save_module(copy / "step_0000010" / checkpoint.WEIGHTS, model, model.config)
+    checkpoint.save_module(copy / "step_0000010" / run_files.WEIGHTS, model, model.config)
     message = refused(lambda: visgen.load(str(copy)))
-    assert "its grid is (1, 8, 8), the model's is (1, 4, 4)" in message and checkpoint.TOKENIZER in message
+    assert "its grid is (1, 8, 8), the model's is (1, 4, 4)" in message and run_files.TOKENIZER in message
 
 
 def test_the_wrong_way_round(copy: Path) -> None:
-    shutil.copy(copy / checkpoint.TOKENIZER, copy / "step_0000010" / checkpoint.WEIGHTS)
+    shutil.copy(copy / run_files.TOKENIZER, copy / "step_0000010" / run_files.WEIGHTS)
     assert "a tokenizer" in refused(lambda: visgen.load(str(copy)))
 
 

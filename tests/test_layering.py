@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "checks / config layout / nn data metrics launch / quantizers conditions heads / tokenizers controls decode / "
-    "backbones / model / samplers / objectives / checkpoint prompts hints sampling images / conditioned / generate / "
+    "checks / config layout / nn data metrics launch run_files / quantizers conditions heads / "
+    "tokenizers controls decode / backbones / model / samplers / objectives / "
+    "checkpoint prompts hints sampling images / conditioned / generate / "
     "loading known pictures captions / encode convert sample evaluate speed exactness mutants / "
     "small_set clip_score maps trajectories vectors speed_blocks scale tally / control_set rollout sweep / "
     "sweep_report / train / programs"

@@ -13,7 +13,7 @@ import torch
 from programs import program
 
 import visgen
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen import clip_score as cs
 from visgen import evaluate as ev
 from visgen import rollout as ro
@@ -38,11 +38,11 @@ def run(make_blocks: Callable[..., Any], small: Callable[..., Any], tmp_path_fac
     with torch.no_grad():
         model.head.output.weight.mul_(0.01)
     folder = tmp_path_factory.mktemp("rollout") / "run"
-    step = folder / checkpoint.step_name(1)
+    step = folder / run_files.step_name(1)
     step.mkdir(parents=True)
-    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config, extra_metadata={"step": 1})
-    (step / checkpoint.META).write_text('{"step": 1}')
-    checkpoint.save_module(folder / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(step / run_files.WEIGHTS, model, model.config, extra_metadata={"step": 1})
+    (step / run_files.META).write_text('{"step": 1}')
+    checkpoint.save_module(folder / run_files.TOKENIZER, tokenizer, tokenizer.config)
     return folder
 
 

@@ -1,7 +1,6 @@
-"""Run directories and weight files.
+"""Weight files, of run directories (`run_files.py`) and others.
 
-A run directory holds `config.yaml`, `step_0000100/{model.safetensors, state/, meta.json}` and, where its model needs
-one, `tokenizer.safetensors`. A weight file is safetensors whose metadata say how to build the module again:
+A weight file is safetensors whose metadata say how to build the module again:
 `{"format": "visgen/1", "config": JSON of {"package": ..., "kind": ..., fields}}`. Nothing is unpickled here.
 """
 
@@ -12,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,11 @@ from torch import Tensor, nn
 from visgen import config as configs
 from visgen.config import REPOSITORY, UserError
 from visgen.model import Model, ModelConfig
+from visgen.run_files import TOKENIZER, WEIGHTS, find_step, is_step, older_steps
 from visgen.tokenizers import Tokenizer
 
 FORMAT = "visgen/1"
-WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 MODEL = "visgen.model"
-Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
 
 # ------------------------------------------------------------------------------------------------ weight files
 
@@ -113,7 +110,7 @@ def load_tokenizer(path: Path | str, **expect: Any) -> Tokenizer:
         UserError: see `load_module`; `expect` are attributes it must have, as `image_size=(256, 256)`.
     """
     path = Path(path)
-    beside = [path / TOKENIZER, path.parent / TOKENIZER] if _is_step(path) else [path / TOKENIZER]
+    beside = [path / TOKENIZER, path.parent / TOKENIZER] if is_step(path) else [path / TOKENIZER]
     kept = next((p for p in beside if path.is_dir() and p.is_file()), None)
     return load_module(kept or _weights(path), "visgen.tokenizers", expect)  # type: ignore[return-value]
 
@@ -141,7 +138,7 @@ def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model
     """
     facts = read_metadata(weights)
     recorded = Path(facts.get("base_path", ""))
-    run = weights.parent.parent if _is_step(weights.parent) else weights.parent
+    run = weights.parent.parent if is_step(weights.parent) else weights.parent
     places = [run.parent / recorded.name, recorded, REPOSITORY / recorded] if given is None else [Path(given)]
     wanted, others = facts.get("base", ""), []
     for place in dict.fromkeys(places):
@@ -308,163 +305,6 @@ def _label(config: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
-
-
-# --------------------------------------------------------------------------------------------- run directories
-
-
-def step_name(step: int) -> str:
-    """Directory of the state after `step` steps."""
-    return f"step_{step:07d}"
-
-
-def find_steps(run: Path | str) -> list[Path]:
-    """Complete step directories of a run, oldest first."""
-    found = [p for p in Path(run).glob("step_*") if _is_step(p) and (p / META).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
-
-
-def older_steps(step: Path) -> list[Path]:
-    """Complete step directories of the same run that come before the directory `step`, oldest first."""
-    steps = find_steps(step.parent)
-    return steps[: steps.index(step)] if step in steps else []
-
-
-def find_step(path: Path | str, step: Step = None) -> Path:
-    """The directory of step `step` (None: the newest) of a run; a directory that holds weights is its own answer.
-
-    Raises:
-        UserError: no such directory, none complete inside, not this step, no best one, or a damaged `meta.json`.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"checkpoint {path} {what}; pass a run directory or one of its steps")
-    if (path / WEIGHTS).is_file():
-        if step is not None:
-            raise UserError(f"{path} is a step itself; pass its run directory, or leave --step out")
-        if (path / META).is_file():
-            read_meta(path)
-        return path
-    steps = {int(p.name.removeprefix("step_")): p for p in path.glob("step_*") if _is_step(p) and _is_filled(p)}
-    if not steps:
-        if _is_step(path):
-            raise UserError(f"{path / WEIGHTS} is missing; copy the step again")
-        if (path / "config.yaml").is_file():
-            raise UserError(f"{path} is the directory of a run that has saved no step yet; train it first")
-        raise UserError(f"{path} holds no complete checkpoint ({step_name(0)[:5]}*/{META}); pass the run directory")
-    if step == "best":
-        best = read_best(steps[max(steps)])
-        if best is None:
-            raise UserError(f"{path} knows no best step: it was trained without loop.keep_best; leave --step out")
-        step = best["step"]
-    if step is not None and step not in steps:
-        raise UserError(
-            f"{path} holds no step {step}; it holds {', '.join(map(str, sorted(steps)))}: choose one of them, 'best' "
-            "(of a run with loop.keep_best), or none for the newest"
-        )
-    found = steps[max(steps) if step is None else int(step)]
-    read_meta(found)
-    return found
-
-
-def read_meta(step: Path) -> dict[str, Any]:
-    """What the `meta.json` of a step says.
-
-    Raises:
-        UserError: it is missing, or it is no JSON object.
-    """
-    path = step / META
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing, so {step.name} may be half a copy; copy it again, or pass the directory {step} itself"
-        ) from None
-    except (ValueError, OSError) as error:
-        raise _damaged(step, error) from None
-    return found
-
-
-def read_best(step: Path) -> dict[str, Any] | None:
-    """What the metadata of a step say of the best step so far: metric, value, step, since. None: nothing.
-
-    Raises:
-        UserError: as `read_meta`.
-    """
-    best = read_meta(step).get("best")
-    if best is not None and not (isinstance(best, dict) and isinstance(best.get("step"), int)):
-        raise _damaged(step, f"its 'best' is {best!r}, which names no step")
-    return best
-
-
-def _damaged(step: Path, reason: Exception | str) -> UserError:
-    older = older_steps(step)
-    hint = f" or use the earlier {older[-1].name}" if older else ""
-    return UserError(f"{step / META} is damaged ({reason}); copy the step again{hint}")
-
-
-def unfinished(final: Path) -> Path:
-    """Where a directory is written before `publish` gives it its name."""
-    return final.with_name(f".{final.name}.tmp")
-
-
-def publish(final: Path) -> None:
-    """Names a complete directory in one rename: a kill leaves none under the final name, or a whole one, and so does a
-    power cut, since its files are on the disk before."""
-    temporary = unfinished(final)
-    for path in (*temporary.rglob("*"), temporary):
-        _flush(path)
-    if final.exists():
-        _remove(final)
-    os.replace(temporary, final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def set_aside(step: Path) -> None:
-    """Renames a damaged step, so that it counts no more as one of its run."""
-    name = step.with_name(f"damaged_{step.name}")
-    shutil.rmtree(name, ignore_errors=True)  # of an earlier time
-    os.replace(step, name)
-
-
-def keep_last(run: Path, keep: int, best: int = 0) -> None:
-    """Removes all but the newest `keep` steps of a run and step `best`; 0 keeps all."""
-    for path in find_steps(run)[:-keep] if keep else []:
-        if path.name != step_name(best):
-            _remove(path)
-
-
-def clean(run: Path) -> None:
-    """Removes what a killed process left under temporary names."""
-    for path in Path(run).glob(".step_*"):
-        shutil.rmtree(path)
-
-
-def _remove(path: Path) -> None:
-    """Takes the name away first, so that no half-removed directory bears it."""
-    hidden = path.with_name(f".{path.name}.old")
-    os.replace(path, hidden)
-    shutil.rmtree(hidden)
-
-
-def _is_step(path: Path) -> bool:
-    return re.fullmatch(r"step_\d+", path.name) is not None
-
-
-def _is_filled(step: Path) -> bool:
-    return (step / META).is_file() or (step / WEIGHTS).is_file()
 
 
 def _weights(path: Path) -> Path:

@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from visgen import config as configs
-from visgen.checkpoint import (
-    TOKENIZER,
-    WEIGHTS,
-    Step,
-    base_of,
-    find_step,
-    load_model,
-    load_tokenizer,
-    read_metadata,
-    tokenizer_hash,
-)
+from visgen.checkpoint import base_of, load_model, load_tokenizer, read_metadata, tokenizer_hash
 from visgen.config import UserError
 from visgen.generate import Generator
+from visgen.run_files import TOKENIZER, WEIGHTS, Step, find_step
 from visgen.sampling import EngineConfig
 
 

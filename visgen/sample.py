@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checkpoint import Step
 from visgen.checks import Positive, Seed
 from visgen.conditioned import check_seed
 from visgen.config import UserError
@@ -27,6 +26,7 @@ from visgen.loading import load
 from visgen.metrics.images import to_uint8
 from visgen.pictures import NAME, Sheet, save, save_maps
 from visgen.prompts import Features, TextConfig, check_prompts, read
+from visgen.run_files import Step
 from visgen.sampling import SamplingConfig
 
 

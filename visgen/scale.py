@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checkpoint import WEIGHTS, find_step
 from visgen.config import UserError
 from visgen.evaluate import World
 from visgen.generate import Generator, at_a_time
@@ -27,6 +26,7 @@ from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.image_files import NpzWriter
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.protocol import SamplePlan
+from visgen.run_files import WEIGHTS, find_step
 from visgen.sampling import SamplingConfig
 
 Drawn = Iterator[tuple[Tensor, Tensor, Tensor]]  # pixels uint8 [B, 3, H, W], index [B], NFE of each image [B]

@@ -24,7 +24,6 @@ from torch import Tensor
 from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import scale, speed
-from visgen.checkpoint import Step
 from visgen.config import UserError
 from visgen.data import Data
 from visgen.generate import Generator
@@ -35,6 +34,7 @@ from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import FeatureBank, kid
 from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
+from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 from visgen.small_set import SmallSet

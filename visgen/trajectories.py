@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visgen.checkpoint import WEIGHTS, find_step, read_metadata
+from visgen.checkpoint import read_metadata
 from visgen.checks import Positive, Seed
 from visgen.config import UserError, dump, load, run_program
 from visgen.data import Split, pairs
@@ -28,6 +28,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.launch import Progress, writable
 from visgen.nn.mixture import STEPS
+from visgen.run_files import WEIGHTS, find_step
 from visgen.samplers._teacher import codes_of, make_pairs, read_teacher
 from visgen.sampling import PRECISIONS, EngineConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import build, implementation, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -63,10 +63,10 @@ def made(
     drafts = {}
     for vectors, model in ((False, make_model(layers=1, width=16, seed=1)), (True, make_causal(seed=1))):
         drafts[vectors] = tmp_path_factory.mktemp("draft")
-        step = drafts[vectors] / checkpoint.step_name(1)
+        step = drafts[vectors] / run_files.step_name(1)
         step.mkdir()
-        checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config)
-        (step / checkpoint.META).write_text("{}")
+        checkpoint.save_module(step / run_files.WEIGHTS, model, model.config)
+        (step / run_files.META).write_text("{}")
     return lambda kind: build(small(PACKAGE, kind, draft=drafts[continuous(kind)], steps=3))
 
 

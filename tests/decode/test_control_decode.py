@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen import exactness as ex
 from visgen.config import UserError, build, plugin_config
 from visgen.decode.engine import Engine
@@ -117,10 +117,10 @@ def test_every_sampler_draws_under_a_control(make_model: MakeModel, guidance: Gu
     """Token equality where it is promised; the law itself is tested by simulation below."""
     model = make_model(control="canny", layers=3)
     draft = make_model(layers=1, width=16, seed=1)
-    step = tmp_path / checkpoint.step_name(1)
+    step = tmp_path / run_files.step_name(1)
     step.mkdir()
-    checkpoint.save_module(step / checkpoint.WEIGHTS, draft, draft.config)
-    (step / checkpoint.META).write_text("{}")
+    checkpoint.save_module(step / run_files.WEIGHTS, draft, draft.config)
+    (step / run_files.META).write_text("{}")
     batch, engine = {"label": LABELS, "map": maps()}, Engine(model, guidance)
     expected = decoded(engine, batch)
     for window in (1, 3, 16):

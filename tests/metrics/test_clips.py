@@ -13,7 +13,7 @@ import torch
 from programs import program
 from torch import Tensor, nn
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen import clip_score as cs
 from visgen.config import UserError, build, plugin_config
 from visgen.metrics.clips import FrameDifferences, I3DFeatures
@@ -119,11 +119,11 @@ def run_dir(make_blocks: Callable[..., Any], small: Callable[..., Any], tmp_path
     torch.manual_seed(0)
     tokenizer = build(small("tokenizers", "conv_kl", patch=4)).eval()
     model = make_blocks((12, 2, 2), (4, 2, 2), channels=64)
-    step = tmp_path / "run" / checkpoint.step_name(1)
+    step = tmp_path / "run" / run_files.step_name(1)
     step.mkdir(parents=True)
-    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config, extra_metadata={"step": 1})
-    (step / checkpoint.META).write_text('{"step": 1}')
-    checkpoint.save_module(tmp_path / "run" / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(step / run_files.WEIGHTS, model, model.config, extra_metadata={"step": 1})
+    (step / run_files.META).write_text('{"step": 1}')
+    checkpoint.save_module(tmp_path / "run" / run_files.TOKENIZER, tokenizer, tokenizer.config)
     return tmp_path / "run"
 
 

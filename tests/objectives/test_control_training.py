@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import visgen
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.controls.canny import Config as CannyConfig
 from visgen.data import to_batch
@@ -49,7 +49,7 @@ def train(out: Path, flags: str, *more: str) -> Path:
 
 
 def step_of(run: Path, step: int = 2) -> Path:
-    return run / checkpoint.step_name(step) / checkpoint.WEIGHTS
+    return run / run_files.step_name(step) / run_files.WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_run_goes_on_exactly(runs: Path, tmp_path: Path) -> None:
 def test_the_base_is_found_beside_or_named_and_another_one_is_refused(runs: Path, tmp_path: Path) -> None:
     for name in ("base", "control"):
         shutil.copytree(runs / name, tmp_path / name)
-    (tmp_path / "control" / checkpoint.TOKENIZER).unlink()
+    (tmp_path / "control" / run_files.TOKENIZER).unlink()
     generator = visgen.load(tmp_path / "control", device="cpu")
     assert torch.equal(generator.sample([0, 1]).tokens, visgen.load(runs / "base", device="cpu").sample([0, 1]).tokens)
     other = train(tmp_path / "other", MODEL, "--objective.tokenizer", str(runs / "vq"), "--loop.steps", "1")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import visgen
-from visgen import checkpoint, trajectories
+from visgen import checkpoint, run_files, trajectories
 from visgen.config import UserError, build, plugin_config
 from visgen.data import pairs
 from visgen.decode.engine import Engine
@@ -282,7 +282,7 @@ def test_a_student_from_its_teacher_to_images(teacher_dir: Path, tmp_path: Path)
     assert torch.equal(generator.sample([1], seeds=[7]).tokens[0], images.tokens[2])
     helped = plugin_config("visgen.samplers", "one_step", passes=2, teacher=teacher_dir, first=3)
     assert generator.sample([1], seeds=[7], sampler=helped).nfe_per_image == [5]
-    facts = checkpoint.read_metadata(checkpoint.find_step(tmp_path / "run") / checkpoint.WEIGHTS)
+    facts = checkpoint.read_metadata(run_files.find_step(tmp_path / "run") / run_files.WEIGHTS)
     assert facts["teacher"] == checkpoint.weights_hash(checkpoint.load_model(teacher_dir))
     assert json.loads(facts["classes"]) == ["a", "b", "c"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import visgen
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -80,13 +80,13 @@ def tuned(teacher_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save(run: Path, objective: Any) -> None:
-    folder, model = run / checkpoint.step_name(1), objective.exported()
+    folder, model = run / run_files.step_name(1), objective.exported()
     folder.mkdir(parents=True)
     tokenizer = objective.frozen["tokenizer"]
     facts = {**objective.facts, "tokenizer": checkpoint.tokenizer_hash(tokenizer), "classes": '["a", "b", "c"]'}
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-    (folder / checkpoint.META).write_text("{}")
-    checkpoint.save_module(run / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+    (folder / run_files.META).write_text("{}")
+    checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer.config)
 
 
 def ready(teacher: Path, start: Path, **values: Any) -> DD2:
@@ -483,5 +483,5 @@ def test_three_stages_from_a_teacher_to_images(teacher_dir: Path, tmp_path: Path
     images = generator.sample([0, 2, 1], seeds=[5, 6, 7])
     assert images.pixels.shape == (3, 3, 8, 8) and images.nfe_per_image == [1, 1, 1]
     assert torch.equal(generator.sample([1], seeds=[7]).tokens[0], images.tokens[2])
-    facts = checkpoint.read_metadata(checkpoint.find_step(tmp_path / "dd2") / checkpoint.WEIGHTS)
+    facts = checkpoint.read_metadata(run_files.find_step(tmp_path / "dd2") / run_files.WEIGHTS)
     assert facts["teacher"] == checkpoint.weights_hash(checkpoint.load_model(tmp_path / "dd2_teacher"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.decode.engine import Engine, Generation
 from visgen.decode.guidance import Guidance
@@ -209,10 +209,10 @@ def test_an_iteration_asks_the_host_for_nothing(model: Model, near: Model, value
 
 
 def written(path: Path, model: Model, **facts: str) -> Path:
-    step = path / checkpoint.step_name(3)
+    step = path / run_files.step_name(3)
     step.mkdir()
-    checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-    (step / checkpoint.META).write_text("{}")
+    checkpoint.save_module(step / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+    (step / run_files.META).write_text("{}")
     return path
 
 

@@ -12,7 +12,7 @@ import reference
 import torch
 from torch import Tensor
 
-from visgen import checkpoint, load
+from visgen import checkpoint, load, run_files
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -272,13 +272,13 @@ def test_samplers_and_models_that_do_not_fit_are_refused(make_student: Make, mak
 
 def test_guidance_and_filters_cannot_be_changed(make_student: Make, teacher_dir: Path, tmp_path: Path) -> None:
     student = student_of(make_student, teacher_dir, guidance=Guidance(1.5), warp=Warp(top_k=9))
-    folder = tmp_path / "student" / checkpoint.step_name(1)
+    folder = tmp_path / "student" / run_files.step_name(1)
     folder.mkdir(parents=True)
     tokenizer = checkpoint.load_tokenizer(teacher_dir)
     facts = {"tokenizer": checkpoint.tokenizer_hash(tokenizer)}
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, student, student.config, extra_metadata=facts)
-    (folder / checkpoint.META).write_text("{}")
-    checkpoint.save_module(tmp_path / "student" / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(folder / run_files.WEIGHTS, student, student.config, extra_metadata=facts)
+    (folder / run_files.META).write_text("{}")
+    checkpoint.save_module(tmp_path / "student" / run_files.TOKENIZER, tokenizer, tokenizer.config)
     generator = load(tmp_path / "student", device="cpu")
     assert generator.model.backbone.taught == (Guidance(1.5), Warp(top_k=9))
     plain = generator.sample([0, 1], [5, 6])
@@ -292,6 +292,6 @@ def test_guidance_and_filters_cannot_be_changed(make_student: Make, teacher_dir:
         generator.sample([0], [1], sampler="sjd")
     with torch.no_grad():
         tokenizer.quantizer.table.mul_(-1)  # another tokenizer of the same shape
-    checkpoint.save_module(tmp_path / "student" / checkpoint.TOKENIZER, tokenizer, tokenizer.config)
+    checkpoint.save_module(tmp_path / "student" / run_files.TOKENIZER, tokenizer, tokenizer.config)
     with pytest.raises(UserError, match="is not the tokenizer that"):
         load(tmp_path / "student", device="cpu")

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError
 from visgen.decode.engine import Engine, Generation
 from visgen.decode.guidance import Guidance
@@ -45,10 +45,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes a model as a run directory."""
 
     def written(model: Model, **facts: str) -> Path:
-        step = tmp_path / checkpoint.step_name(3)
+        step = tmp_path / run_files.step_name(3)
         step.mkdir()
-        checkpoint.save_module(step / checkpoint.WEIGHTS, model, model.config, extra_metadata=facts)
-        (step / checkpoint.META).write_text("{}")
+        checkpoint.save_module(step / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+        (step / run_files.META).write_text("{}")
         return tmp_path
 
     return written

@@ -12,7 +12,7 @@ import torch
 from test_loop import NOISY, Killed, kill_at, same, state_of
 from toy import HERE, metrics, train
 
-from visgen import checkpoint
+from visgen import run_files
 from visgen.config import UserError
 from visgen.train.held_out import Best
 
@@ -20,11 +20,11 @@ WORSE = (*NOISY, "--loop.eval-every", "1", "--loop.keep-best", "calls")
 
 
 def steps(run):
-    return [int(p.name.removeprefix("step_")) for p in checkpoint.find_steps(run)]
+    return [int(p.name.removeprefix("step_")) for p in run_files.find_steps(run)]
 
 
 def known(run, step):
-    return json.loads((run / checkpoint.step_name(step) / checkpoint.META).read_text()).get("best")
+    return json.loads((run / run_files.step_name(step) / run_files.META).read_text()).get("best")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
 
 def test_the_best_step_outlives_the_newest_ones(tmp_path, whole):
     run = train(tmp_path / "run", *WORSE, "--loop.keep-last", "1")
-    assert steps(run) == [1, 6] and checkpoint.find_step(run, "best").name == "step_0000001"
+    assert steps(run) == [1, 6] and run_files.find_step(run, "best").name == "step_0000001"
     assert known(run, 6) == {"metric": "calls", "step": 1, "value": 1.0, "since": 5}
     assert same(state_of(run / "step_0000006"), state_of(whole / "step_0000006")), "training does not notice"
 
@@ -85,7 +85,7 @@ def test_another_run_or_another_metric_begins_anew(tmp_path):
     assert known(first, 4)["step"] == 1
     best = Best("error")
     best.restore(first / "step_0000004", first)
-    assert best == Best("error") and checkpoint.read_best(train(tmp_path / "plain", *NOISY) / "step_0000002") is None
+    assert best == Best("error") and run_files.read_best(train(tmp_path / "plain", *NOISY) / "step_0000002") is None
 
 
 def test_what_is_better():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from toy import HERE, metrics, train
 
-from visgen import checkpoint
+from visgen import run_files
 from visgen.train import faults
 from visgen.train import loop as loops
 
@@ -62,7 +62,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, mon
         before = signal.getsignal(signal.SIGTERM)
         run = train(tmp_path / "run", *flags)
         assert signal.getsignal(signal.SIGTERM) is before
-    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000003"]
+    assert [p.name for p in run_files.find_steps(run)] == ["step_0000003"]
     said = capsys.readouterr().err
     assert f"{numbers[0].name}: step 3 is saved; the same command goes on from there" in said
     train(run, *flags)
@@ -99,7 +99,7 @@ def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 0, said[-2000:]
-    assert "SIGINT: step " in said and len(checkpoint.find_steps(tmp_path / "run")) == 1
+    assert "SIGINT: step " in said and len(run_files.find_steps(tmp_path / "run")) == 1
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path):
@@ -110,7 +110,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path):
         os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGTERM)
         said = process.stderr.read()
     assert process.returncode == 0, said[-2000:]
-    saved = checkpoint.find_steps(tmp_path / "run")
+    saved = run_files.find_steps(tmp_path / "run")
     assert len(saved) == 1 and f"a signal to another process: step {int(saved[0].name[5:])} is saved" in said
     assert lines(tmp_path / "rank0.txt") == lines(tmp_path / "rank1.txt")
 
@@ -128,7 +128,7 @@ def test_a_dead_process_ends_the_job_with_its_log(tmp_path):
             process.kill()
             raise
     assert process.returncode != 0 and f"pid: {dead}" in said.replace("  ", " ") and "Signal 9 (SIGKILL)" in said
-    assert checkpoint.find_steps(tmp_path / "run")
+    assert run_files.find_steps(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -153,12 +153,12 @@ def test_twenty_kills_change_nothing(tmp_path):
             break
         assert process.returncode == -signal.SIGKILL, said[-2000:]
         assert "damaged" not in said
-        for step in checkpoint.find_steps(run):
+        for step in run_files.find_steps(run):
             load_file(step / "model.safetensors")
             for path in (step / "state").iterdir():
                 load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     assert kills == 20 and [m["step"] for m in metrics(run)] == list(range(1, steps + 1))
     for name in ("model.safetensors", "state/model.safetensors", "state/model_1.safetensors"):
-        a, b = (load_file(r / checkpoint.step_name(steps) / name) for r in (run, whole))
+        a, b = (load_file(r / run_files.step_name(steps) / name) for r in (run, whole))
         assert all(torch.equal(a[n], b[n]) for n in a)
     assert metrics(run)[-1] == metrics(whole)[-1]

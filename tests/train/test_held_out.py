@@ -7,7 +7,7 @@ import torch
 from test_loop import NOISY, same, state_of
 from toy import metrics, plugins, train
 
-from visgen import checkpoint
+from visgen import run_files
 from visgen.config import UserError, plugin_config
 from visgen.data import to_batch
 from visgen.data.synthetic import Config, Synthetic
@@ -37,7 +37,7 @@ def test_training_does_not_notice_and_the_log_has_the_line(tmp_path):
     with plugins():
         plain = train(tmp_path / "plain", *NOISY)
         watched = train(tmp_path / "watched", *NOISY, "--loop.eval-every", "2", "--loop.eval-samples", "5")
-    last = [state_of(checkpoint.find_step(run)) for run in (plain, watched)]
+    last = [state_of(run_files.find_step(run)) for run in (plain, watched)]
     assert same(*last)
     lines = [line for line in metrics(watched) if "held_out/error" in line]
     assert [line["step"] for line in lines] == [2, 4, 6]

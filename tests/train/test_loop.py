@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from toy import HERE, metrics, train
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.data import Samples
 from visgen.train import loop as loops
@@ -82,7 +82,7 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(whole, tmp_path, monkey
     run = train(tmp_path / "run", *NOISY)
     assert metrics(run) == metrics(whole) and len(metrics(run)) == 6
     for step in (4, 6):
-        expected, found = (state_of(r / checkpoint.step_name(step)) for r in (whole, run))
+        expected, found = (state_of(r / run_files.step_name(step)) for r in (whole, run))
         assert expected.keys() == found.keys() and len(expected) == 7  # EMA, 2 nets, 2 optimisers, EMA, objective
         assert same(expected, found)
 
@@ -146,7 +146,7 @@ def test_the_loop_equals_plain_torch(tmp_path):
 
 
 def test_the_critic_moves_only_in_its_turns(whole):
-    critics = [load_file(p / "state" / "model_1.safetensors") for p in checkpoint.find_steps(whole)]
+    critics = [load_file(p / "state" / "model_1.safetensors") for p in run_files.find_steps(whole)]
     assert not same(critics[1], critics[2]) and "critic/loss" not in metrics(whole)[1]
     assert {"critic/loss", "critic/moving", "critic/grad_norm"} <= metrics(whole)[2].keys()
     assert metrics(whole)[2]["critic/lr"] == pytest.approx(0.5e-4)
@@ -189,18 +189,18 @@ def test_average_and_its_precision(tmp_path):
 
 def test_a_kill_before_the_rename_leaves_the_old_checkpoint(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        real = checkpoint.publish
+        real = run_files.publish
 
         def dying(final):
             if final.name == "step_0000004":
                 raise Killed
             real(final)
 
-        patch.setattr(checkpoint, "publish", dying)
+        patch.setattr(run_files, "publish", dying)
         with pytest.raises(Killed):
             train(tmp_path / "run", *NOISY)
     run = tmp_path / "run"
-    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000002"]
+    assert [p.name for p in run_files.find_steps(run)] == ["step_0000002"]
     assert (run / ".step_0000004.tmp" / "model.safetensors").exists()
     (run / ".step_0000099.tmp").mkdir()  # of an earlier kill
     train(run, *NOISY)
@@ -210,7 +210,7 @@ def test_a_kill_before_the_rename_leaves_the_old_checkpoint(whole, tmp_path, mon
 
 def test_only_the_newest_checkpoints_stay(tmp_path):
     run = train(tmp_path / "run", "--loop.save-every", "1", "--loop.keep-last", "2")
-    assert [p.name for p in checkpoint.find_steps(run)] == ["step_0000005", "step_0000006"]
+    assert [p.name for p in run_files.find_steps(run)] == ["step_0000005", "step_0000006"]
 
 
 @pytest.mark.parametrize("log_every", ["1", "5"])
@@ -220,7 +220,7 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path, log_every):
         train(tmp_path / "run", *flags, "--loop.log-every", log_every)
     said = str(found.value)
     assert said.startswith("model: the loss is not finite at step 7, nor were ") and "\n" not in said
-    kept = checkpoint.find_steps(tmp_path / "run")
+    kept = run_files.find_steps(tmp_path / "run")
     assert f"(loop.most_skipped 2); the last checkpoint is {kept[-1]}; " in said
     assert kept[-1].name == "step_0000006"  # whose last two steps were skipped
     weights = [load_file(p / "state" / "model.safetensors") for p in kept]
@@ -237,7 +237,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys, accu
     found = metrics(poisoned)
     assert [line.get("model/skipped") for line in found] == [None, None, 1, 1, None, None]
     assert found[2]["model/loss"] is None and math.isfinite(found[4]["model/loss"])
-    states = [load_file(p / "state" / "model.safetensors") for p in checkpoint.find_steps(poisoned)]
+    states = [load_file(p / "state" / "model.safetensors") for p in run_files.find_steps(poisoned)]
     weights = [state["model.encode.weight"] for state in states]
     moved = [not torch.equal(a, b) for a, b in pairwise(weights)]
     assert moved == [True, False, False, True, True]

@@ -10,7 +10,7 @@ from PIL import Image
 from test_loop import Killed, kill_at
 from toy import metrics, train
 
-from visgen import checkpoint
+from visgen import run_files
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_at_its_position_in_the_shards(tars, tmp_path, monk
     assert steps(tmp_path / "cut")[before:] == [s for s in steps(tmp_path / "whole") if int(s[0]) >= 4]
     assert metrics(run) == metrics(whole)
     states = [
-        torch.load(r / checkpoint.step_name(6) / "state" / "optimizer.bin", weights_only=True) for r in (run, whole)
+        torch.load(r / run_files.step_name(6) / "state" / "optimizer.bin", weights_only=True) for r in (run, whole)
     ]
     for number, values in states[0]["state"].items():
         assert torch.equal(values["exp_avg"], states[1]["state"][number]["exp_avg"])

@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 import visgen
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError
 from visgen.train import main as program
 
@@ -40,7 +40,7 @@ def runs(request, tmp_path_factory):
 
 
 def weights(runs, name):
-    return runs / name / "step_0000001" / checkpoint.WEIGHTS
+    return runs / name / "step_0000001" / run_files.WEIGHTS
 
 
 def test_the_kept_tokenizer_is_the_recorded_one(runs):
@@ -51,22 +51,22 @@ def test_the_kept_tokenizer_is_the_recorded_one(runs):
 
 def test_the_tokenizer_may_be_copied_in_the_precision_of_its_own_run(runs, tmp_path):
     run = shutil.copytree(runs / "ar", tmp_path / "ar")
-    shutil.copy(weights(runs, "vq0"), run / checkpoint.TOKENIZER)
-    dtypes = {t.dtype for t in load_file(run / checkpoint.TOKENIZER).values() if t.is_floating_point()}
+    shutil.copy(weights(runs, "vq0"), run / run_files.TOKENIZER)
+    dtypes = {t.dtype for t in load_file(run / run_files.TOKENIZER).values() if t.is_floating_point()}
     assert (torch.bfloat16 in dtypes) == ("bf16" in runs.name)
     assert visgen.load(run, device="cpu").sample([0]).pixels.shape == (1, 3, 16, 16)
 
 
 def test_another_tokenizer_of_the_same_shape_is_refused(runs, tmp_path):
     run = shutil.copytree(runs / "ar", tmp_path / "ar")
-    shutil.copy(weights(runs, "vq1"), run / checkpoint.TOKENIZER)
+    shutil.copy(weights(runs, "vq1"), run / run_files.TOKENIZER)
     hashes = [checkpoint.tokenizer_hash(checkpoint.load_tokenizer(runs / f"vq{i}"))[:12] for i in (1, 0)]
     with pytest.raises(UserError) as found:
         visgen.load(run, device="cpu")
     assert f"({hashes[0]}) is not the tokenizer" in str(found.value) and f"({hashes[1]})" in str(found.value)
     assert "copy that one here" in str(found.value) and "\n" not in str(found.value)
 
-    path = run / "step_0000001" / checkpoint.WEIGHTS  # a file from before the hash was recorded says nothing
+    path = run / "step_0000001" / run_files.WEIGHTS  # a file from before the hash was recorded says nothing
     model, info = checkpoint.load_model(path), checkpoint.read_metadata(path)
     checkpoint.save_module(path, model, model.config, extra_metadata={"step": info["step"]})
     assert visgen.load(run, device="cpu").meta["tokenizer"] == hashes[0]
@@ -83,7 +83,7 @@ def test_a_model_goes_on_with_its_own_tokenizer_alone(runs, tmp_path, place):
             return train(first, *flags)
         return train(tmp_path / "on", *flags, "--loop.steps", "2", "--loop.resume", str(first))
 
-    assert len(checkpoint.find_steps(go_on())) == 1
+    assert len(run_files.find_steps(go_on())) == 1
     shutil.rmtree(tmp_path / "on", ignore_errors=True)
     shutil.rmtree(tokenizer)
     shutil.copytree(runs / "vq1", tokenizer)
@@ -93,7 +93,7 @@ def test_a_model_goes_on_with_its_own_tokenizer_alone(runs, tmp_path, place):
     assert f"trained on tokenizer {hashes[0]}, which is not the tokenizer of this config ({hashes[1]})" in str(
         found.value
     )
-    assert not (tmp_path / "on" / checkpoint.TOKENIZER).exists()
+    assert not (tmp_path / "on" / run_files.TOKENIZER).exists()
 
 
 def test_an_objective_does_not_continue_another(runs, tmp_path):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.config import UserError
 from visgen.convert import DTYPES, Precision
 from visgen.tokenizers import Tokenizer
@@ -74,15 +74,15 @@ def check_finite(module: nn.Module, dtype: Precision) -> None:
 
 def write_run(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, beside: Tokenizer | None) -> None:
     """Writes a run directory `out` of one step: the module, its tokenizer beside it, what is known of its origin."""
-    step = out / checkpoint.step_name(0)
-    hidden = checkpoint.unfinished(step)
+    step = out / run_files.step_name(0)
+    hidden = run_files.unfinished(step)
     try:
         hidden.mkdir(parents=True)
         if beside is not None:
-            checkpoint.save_module(out / checkpoint.TOKENIZER, beside, beside.config)
-        checkpoint.save_module(hidden / checkpoint.WEIGHTS, module, module.config, DTYPES[dtype], facts)
-        (hidden / checkpoint.META).write_text(json.dumps(facts | {"dtype": dtype}, indent=1) + "\n")
-        checkpoint.publish(step)
+            checkpoint.save_module(out / run_files.TOKENIZER, beside, beside.config)
+        checkpoint.save_module(hidden / run_files.WEIGHTS, module, module.config, DTYPES[dtype], facts)
+        (hidden / run_files.META).write_text(json.dumps(facts | {"dtype": dtype}, indent=1) + "\n")
+        run_files.publish(step)
     except (OSError, SafetensorError) as error:
         raise UserError(f"OUT {out} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 

@@ -264,7 +264,8 @@ def check_start(path: Path | None, model: Any, teacher: Teacher, kind: str) -> M
     Raises:
         UserError: none, of another shape, of another teacher, or that learned other guidance or filters.
     """
-    from visgen.checkpoint import WEIGHTS, find_step, load_model, read_metadata
+    from visgen.checkpoint import load_model, read_metadata
+    from visgen.run_files import WEIGHTS, find_step
 
     if path is None or str(path) == ".":
         raise UserError(f"objective.start is needed: the run directory of a training by objective {kind}")

@@ -15,7 +15,8 @@ def load_draft(path: Path | None, engine: Engine) -> Engine:
     Raises:
         UserError: no such model, a one-step student, or one of other tokens, another condition or without a null class.
     """
-    from visgen.checkpoint import WEIGHTS, find_step, load_model, read_metadata
+    from visgen.checkpoint import load_model, read_metadata
+    from visgen.run_files import WEIGHTS, find_step
 
     if path is None or str(path) == ".":  # "." is what an empty flag becomes
         raise UserError("sampler.draft is needed: the run directory of a smaller model of the same tokenizer")

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from visgen import checkpoint
+from visgen import run_files
 from visgen.data import Data, Samples, to_batch
 from visgen.objectives import Objective
 
@@ -70,8 +70,8 @@ class Best:
 
     def restore(self, step: Path, run: Path) -> None:
         """Takes over what `step` knows, if that is of this metric and its best step lies in this run."""
-        known = checkpoint.read_best(step)
-        if known and known["metric"] == self.metric and (run / checkpoint.step_name(known["step"])).is_dir():
+        known = run_files.read_best(step)
+        if known and known["metric"] == self.metric and (run / run_files.step_name(known["step"])).is_dir():
             self.step, self.value, self.since = known["step"], known["value"], known["since"]
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
-from visgen import checkpoint
 from visgen import config as configs
+from visgen import run_files
 from visgen.checks import check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
@@ -82,7 +82,7 @@ def fit(
         in_place = resume.parent.resolve() == run.resolve()
         start, resume, warning = restore(state, resume, fall_back=in_place)
     if accelerator.is_main_process:
-        checkpoint.clean(run)
+        run_files.clean(run)
         state.tokenizer = keep_tokenizer(objective, data, run, resume)
     if resume is not None and in_place:
         mended = mend_export(state, resume, start)

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from visgen import checkpoint
 from visgen import config as configs
+from visgen import run_files
 from visgen.config import UserError, plugin
 from visgen.data import Data
 from visgen.launch import memory, writable
@@ -180,7 +180,7 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
     Raises:
         UserError: there is none, or the run's checkpoints are of another config.
     """
-    mode, steps = config.loop.resume, checkpoint.find_steps(run)
+    mode, steps = config.loop.resume, run_files.find_steps(run)
     if mode == "auto":
         if not steps:
             return None
@@ -193,7 +193,7 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
         )
     if mode == "never":
         return None
-    step = checkpoint.find_step(mode)
+    step = run_files.find_step(mode)
     if not (step / "state").is_dir():
         raise UserError(f"loop.resume: {step} holds weights only, no training state; pass a step of a training run")
     return step

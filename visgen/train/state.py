@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from visgen import checkpoint
+from visgen import checkpoint, run_files
 from visgen.checks import Natural, Positive, Seed, Weight
 from visgen.config import UserError
 from visgen.data import Data
@@ -134,8 +134,8 @@ class State:
 
 def save(state: State, step: int) -> None:
     """Writes `step_*/` under a temporary name, then renames it; removes the oldest beyond `keep_last`, but the best."""
-    accelerator, final = state.accelerator, state.run / checkpoint.step_name(step)
-    temporary, main = checkpoint.unfinished(final), accelerator.is_main_process
+    accelerator, final = state.accelerator, state.run / run_files.step_name(step)
+    temporary, main = run_files.unfinished(final), accelerator.is_main_process
 
     def work() -> None:
         average = state.ema.whole()
@@ -151,11 +151,11 @@ def save(state: State, step: int) -> None:
                 "accelerate": accelerate.__version__,
                 "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             }
-            (temporary / checkpoint.META).write_text(json.dumps(facts, indent=1) + "\n")
-            checkpoint.publish(final)
+            (temporary / run_files.META).write_text(json.dumps(facts, indent=1) + "\n")
+            run_files.publish(final)
 
     try:
-        kept = checkpoint.find_steps(state.run)
+        kept = run_files.find_steps(state.run)
         where = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         together(accelerator, f"{final} cannot be written; {where}; make room and start again", work)
     except UserError:
@@ -163,7 +163,7 @@ def save(state: State, step: int) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if main:
-        checkpoint.keep_last(state.run, state.loop.keep_last, state.best.step)
+        run_files.keep_last(state.run, state.loop.keep_last, state.best.step)
     accelerator.wait_for_everyone()
 
 
@@ -227,7 +227,7 @@ def export(state: State, average: nn.Module, folder: Path, step: int) -> None:
     extra = {**_about(state, step), "classes": json.dumps(state.classes), "tokenizer": state.tokenizer}
     part = state.objective.part
     extra |= dict(state.objective.facts)
-    checkpoint.save_module(folder / checkpoint.WEIGHTS, average, config, dtype, extra, part)
+    checkpoint.save_module(folder / run_files.WEIGHTS, average, config, dtype, extra, part)
 
 
 def mend_export(state: State, path: Path, step: int) -> str:
@@ -238,7 +238,7 @@ def mend_export(state: State, path: Path, step: int) -> str:
         What was done, in one line; "" for nothing.
     """
     try:
-        checkpoint.read_metadata(path / checkpoint.WEIGHTS)
+        checkpoint.read_metadata(path / run_files.WEIGHTS)
         whole = True
     except UserError:
         whole = False
@@ -247,7 +247,7 @@ def mend_export(state: State, path: Path, step: int) -> str:
     average = state.ema.whole()
     if state.accelerator.is_main_process:
         export(state, average, path, step)
-    return f"{path / checkpoint.WEIGHTS} was damaged or missing: written again from the state of its step"
+    return f"{path / run_files.WEIGHTS} was damaged or missing: written again from the state of its step"
 
 
 def _about(state: State, step: int) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
     first: Damaged | None = None
     if not fall_back:
         return load(state, step), step, ""
-    for path in [step, *reversed(checkpoint.older_steps(step))]:
+    for path in [step, *reversed(run_files.older_steps(step))]:
         done, error = 0, None
         try:
             done = load(state, path)
@@ -290,7 +290,7 @@ def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
         return done, path, ""
     if state.accelerator.is_main_process:
         for old in refused:
-            checkpoint.set_aside(old)
+            run_files.set_aside(old)
     return done, path, f"warning: {first}; going on from {path.name}, the damaged one is kept as damaged_*"
 
 
@@ -302,7 +302,7 @@ def load(state: State, path: Path) -> int:
         UserError: it is of another objective.
     """
     try:
-        facts = json.loads((path / checkpoint.META).read_text())
+        facts = json.loads((path / run_files.META).read_text())
         own = _about(state, 0)["objective"]
         made = facts.get("objective", own)
         if made != own:
@@ -329,7 +329,7 @@ def keep_tokenizer(objective: Objective, data: Data, run: Path, resume: Path | N
     Raises:
         UserError: the continued run was trained on another tokenizer.
     """
-    tokenizer, path = objective.frozen.get("tokenizer"), run / checkpoint.TOKENIZER
+    tokenizer, path = objective.frozen.get("tokenizer"), run / run_files.TOKENIZER
     own = tokenizer if isinstance(tokenizer, Tokenizer) else None
     given = checkpoint.tokenizer_hash(own) if own else getattr(data, "tokenizer_hash", "")
     old = _trained_on(resume) if resume else ""
@@ -345,8 +345,8 @@ def keep_tokenizer(objective: Objective, data: Data, run: Path, resume: Path | N
 
 def _trained_on(step: Path) -> str:
     """Hash of the tokenizer whose tokens were learned up to the directory `step`; "" where nothing tells."""
-    beside = step.parent / checkpoint.TOKENIZER
+    beside = step.parent / run_files.TOKENIZER
     with contextlib.suppress(UserError):  # a damaged export, which `mend_export` speaks of
-        if recorded := checkpoint.read_metadata(step / checkpoint.WEIGHTS).get("tokenizer"):
+        if recorded := checkpoint.read_metadata(step / run_files.WEIGHTS).get("tokenizer"):
             return recorded
     return checkpoint.tokenizer_hash(checkpoint.load_tokenizer(beside)) if beside.is_file() else ""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visgen import checkpoint
+from visgen import run_files
 from visgen.config import UserError
 from visgen.data import Batch
 from visgen.nn.keyed import Rows
@@ -108,7 +108,7 @@ def read_meter(state: State, step: int, data_wait: float, out: Log) -> dict[str,
         what, first = min(bad.items(), key=lambda item: (item[1], "loss" not in item[0]))
         where = f"{what} is not finite at step {first + 1}"
         if row > state.loop.most_skipped:
-            kept = checkpoint.find_steps(state.run)
+            kept = run_files.find_steps(state.run)
             last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
             raise UserError(
                 f"{where}, nor were {row:.0f} steps in a row (loop.most_skipped {state.loop.most_skipped}); {last}; "
