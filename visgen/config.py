@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-import yaml
 
 from visgen.checks import UserError, check
+from visgen.yaml_files import layers, merge
 
 T = TypeVar("T")
 
@@ -100,13 +100,13 @@ def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None =
             YAML file.
     """
     argv = list(argv)
-    layers: list[dict[str, Any]] = []
+    files: list[dict[str, Any]] = []
     while argv and not argv[0].startswith("-"):
-        layers += _yaml_layers(Path(argv.pop(0)))
+        files += layers(Path(argv.pop(0)))
     chosen, argv = _take_kinds(argv)
     merged: dict[str, Any] = {}
-    for layer in (*layers, values or {}, *(_nest(key, {"kind": kind}) for key, kind in chosen.items())):
-        merged = _merge(_name_kinds(merged, _concretise(cls, merged, "")), layer)
+    for layer in (*files, values or {}, *(_nest(key, {"kind": kind}) for key, kind in chosen.items())):
+        merged = merge(_name_kinds(merged, _concretise(cls, merged, "")), layer)
     concrete = _concretise(cls, merged, "")
     leaves = dict(_leaves(concrete, ""))
     flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves, concrete)
@@ -146,8 +146,8 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping with its `base:` parents (paths relative to the file) merged beneath it."""
     merged: dict[str, Any] = {}
-    for layer in _yaml_layers(Path(path)):
-        merged = _merge(merged, layer)
+    for layer in layers(Path(path)):
+        merged = merge(merged, layer)
     return merged
 
 
@@ -185,59 +185,6 @@ def _unread() -> bool:
 def _suggest(name: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, allowed, n=1)
     return f", did you mean '{close[0]}'?" if close else ""
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error instead of a silent loss of the first."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return node
-
-
-def _yaml_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """The mappings of a YAML file and of its `base:` parents, the eldest first."""
-    if not path.is_file():
-        named = f" (base of {seen[-1]})" if seen else ""
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"config {path}{named} {what}; pass the path of a YAML file, see configs/")
-    if path.resolve() in seen:
-        raise UserError(f"config {path}: its `base:` chain comes back to itself")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader) or {}
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
-        raise UserError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise UserError(f"config {path} cannot be read: {error.strerror}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"config {path} must hold `key: value` lines, found {type(values).__name__}")
-    base = values.pop("base", None)
-    if base is None:
-        return [values]
-    if not isinstance(base, str):
-        raise UserError(f"config {path}: `base:` must be the path of one YAML file, got {base!r}")
-    return [*_yaml_layers(path.parent / base, (*seen, path.resolve())), values]
-
-
-def _merge(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """Deep merge, child wins; a child that changes a plugin's `kind` drops the parent's other keys of that plugin."""
-    out = dict(parent)
-    for key, value in child.items():
-        old = out.get(key)
-        if isinstance(old, dict) and isinstance(value, str):  # `sampler: sjd` is short for `sampler: {kind: sjd}`
-            value = {"kind": value}
-        if isinstance(value, dict) and isinstance(old, dict):
-            changed = "kind" in value and value["kind"] != old.get("kind", value["kind"])
-            out[key] = dict(value) if changed else _merge(old, value)
-        else:
-            out[key] = value
-    return out
 
 
 def _name_kinds(values: dict[str, Any], concrete: type) -> dict[str, Any]:
