@@ -153,7 +153,7 @@ def test_speculative_jacobi_decoding_under_a_control_follows_the_models_law(
     sampler = sjd.SJD(sjd.Config(drafting, 3))
     fit = ex.simulate(sampler, engine, 12_000, seed=7 << 32, batch=batch)
     assert fit.p > 1e-4 and fit.nfe < 3
-    law, other = ex.joint(engine, batch), ex.joint(engine, lambda count: batch(count, 3))
+    law, other = ex.joint(engine, batch), ex.joint(engine, lambda count: batch(count, 6))
     assert (law - other).abs().sum() > 0.1
     counts = torch.bincount(ex.place(decoded(engine, batch(4000), sampler, torch.arange(4000)), 3), minlength=27)
     assert ex.g_test(counts.float(), law) > 1e-4 > ex.g_test(counts.float(), other)
