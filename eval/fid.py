@@ -107,7 +107,9 @@ def main() -> None:
     )
     held_out = ev.build_pictures(settings.data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
-    plan = plan_of(settings, held_out)
+    asked = settings.labels == "source" and settings.reference is not None  # what the reference was made of
+    train = ev.build_pictures(settings.data, "train") if asked else None
+    plan = plan_of(settings, held_out if train is None else train)
     n_ref = ref_n if settings.reference is None else 0  # a file tells its own, and is read below
     ev.check_size(plan, n_ref, extractor, settings.groups, settings.allow_small)
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
@@ -116,7 +118,8 @@ def main() -> None:
         generator.check_guidance(settings.guidance)
         if "marginals" in settings.rows:
             ev.check_marginals(generator.tokenizer)
-    train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
+    if train is None and set(settings.rows) - {"generated"}:
+        train = ev.build_pictures(settings.data, "train")
     chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
     with Progress("reference", world.rank == 0) as step:
         if settings.reference is not None:
@@ -162,11 +165,11 @@ def main() -> None:
             mirror_reports(reports, out)
 
 
-def plan_of(settings: FidConfig, held_out: Data) -> SamplePlan:
-    classes = len(held_out.classes)
+def plan_of(settings: FidConfig, data: Data) -> SamplePlan:
+    """The plan; where classes are as often as in a source, that is `data`."""
+    classes = len(data.classes)
     if settings.labels == "balanced":
         return SamplePlan(settings.n, classes, settings.plan_seed)
-    data = held_out if settings.reference is None else ev.build_pictures(settings.data, "train")
     counts = tuple(torch.bincount(ev.labels_of(data), minlength=classes).tolist())
     return SamplePlan(settings.n, classes, settings.plan_seed, "source", counts)
 
