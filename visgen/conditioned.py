@@ -19,7 +19,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.layout import Grid
 from visgen.model import Model
-from visgen.nn.control import Hint
+from visgen.nn.control import STRENGTHS, Hint
 from visgen.prompts import Features, check_prompts
 from visgen.tokenizers import Tokenizer
 
@@ -169,6 +169,9 @@ class Conditioned:
                     f"control maps are {hint.map.dtype} {list(hint.map.shape)} for {count} images; give floats in "
                     f"[-1, 1], 1 or {count} of them"
                 )
+            for strength in hint.strength if isinstance(hint.strength, Sequence) else (hint.strength,):
+                if strength not in STRENGTHS:
+                    raise UserError(f"the strength of a control is {strength}; it must be {STRENGTHS}")
         return hints
 
     def plan(

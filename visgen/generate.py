@@ -150,7 +150,7 @@ class Generator(Conditioned):
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        self._check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
+        self.check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
         engine = self._engine_for(guidance, warp, grid)
         pinned = None if known is None else self.known_tokens(*known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
@@ -180,7 +180,7 @@ class Generator(Conditioned):
         """Whether rows go on with the next image with this sampler, or the one of this config."""
         return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
 
-    def _check_memory(self, grid: Grid, rows: int, branches: int) -> None:
+    def check_memory(self, grid: Grid, rows: int, branches: int) -> None:
         """Refuses images whose pixels and cache alone are more than there is: a CPU ends a process without a word."""
         own = self.model.tokens
         each = 3 * 4 * math.prod(self.tokenizer.image_size) * self.model.grid[0] / own  # bytes a token: decoded pixels

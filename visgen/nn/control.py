@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visgen.checks import Depth, Positive
+from visgen.checks import Depth, Positive, Range
 from visgen.config import UserError
 from visgen.layout import Grid
 from visgen.nn.mlp import Projection
 
 Resize = Literal["nearest", "bicubic"]
+STRENGTHS = Range(0, 1000)  # far larger ones overflow half precision, and then every law is not-a-number
+Strength = Annotated[float, STRENGTHS]
 
 
 @dataclass(frozen=True)
