@@ -309,6 +309,19 @@ def test_a_label_is_needed_and_a_model_without_control_has_none(
     for strength in (float("nan"), -0.5, (1.0, 1e38, 1.0)):
         with pytest.raises(UserError, match=r"strength of a control is .*; it must be within \[0, 1000\]"):
             generator.sample([1], control=[Hint(torch.zeros(1, 1, 3, SIDE, SIDE), strength)])
+    maps = torch.zeros(1, 1, 3, SIDE, SIDE)
+    for given, said in (
+        (maps[:, 0] + 255, r"control maps lie within 255 and 255; give floats in \[-1, 1\]"),
+        (maps[:, 0] * float("nan"), "control maps lie within nan"),
+        ([maps[:, 0]], "control is of Tensor; give a tensor of maps"),
+        ("x.png", "control is of str"),
+        (Hint(maps, "much"), "strength of a control is 'much'; give a number"),  # type: ignore[arg-type]
+        (Hint(maps, 1.0, torch.ones(8, 8)), r"region of a control is \[8, 8\]; give a weight for each token"),
+    ):
+        with pytest.raises(UserError, match=said):
+            generator.sample([1], control=given)  # type: ignore[arg-type]
+    one, listed = (generator.sample([1], control=c).tokens for c in (Hint(maps, torch.ones(3)), [Hint(maps)]))
+    assert torch.equal(one, listed)
     with pytest.raises(UserError, match="resize it to the image's size"):
         generator.sample([1], control=torch.zeros(1, 3, SIDE, SIDE + 2))
 
