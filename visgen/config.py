@@ -390,6 +390,7 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
         text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
         for said, plainly in PLAINLY:
             text = re.sub(rf"Error parsing (\S+): {said}", plainly, text)
+        text = re.sub(r" must be \{None\}\|\{?([^{}|]+?)\}?, got ", r" must be \1, got ", text)
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None
 

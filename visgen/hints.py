@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,8 +129,18 @@ def choose(settings: HintConfig, trained: Any, where: str, flag: str = "control"
         )
     control: Control = configs.build(config)
     if settings.image:
-        control.ready()
+        with _options_of(flag):
+            control.ready()
     return control
+
+
+@contextlib.contextmanager
+def _options_of(flag: str) -> Iterator[None]:
+    """What a control refuses, which speaks of `--control`, in the options of `--second` where that is asked."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("--control.", f"--{flag}.")) from None
 
 
 def _needs(kind: str) -> str:
@@ -160,7 +171,8 @@ def read(
             pixels = as_map(fitted(picture, size)).float() / 127.5 - 1
             made.append(control.extract(pixels[None, None])[0, 0])
         else:
-            values = control.read(path, settings.invert, what)
+            with _options_of(flag):
+                values = control.read(path, settings.invert, what)
             _check_sides(values.shape[-1], values.shape[-2], f"{what} {path}")
             made.append(fitted_map(values, size, control.config.resize).float() / 127.5 - 1)
     kind = configs.kind_of(control.config)
