@@ -99,6 +99,8 @@ def test_maps_are_read_as_their_kind_reads_them(photos: Path, tmp_path: Path) ->
     data = folder(photos, maps=tmp_path / "lines")
     depth = Maps(plugin_config("visgen.controls", "depth"))
     depth.setup(data)  # needs no network
+    with pytest.raises(UserError, match=r"in a training: objective\.model\.control\.network .* data\.maps"):
+        depth.setup(folder(photos))
     sample = depth.reading(data).get(0)
     assert sample["map"].min() < 60 and sample["map"].max() > 190
     assert depth.reading(data).get(1)["map"].unique().tolist() == [200]

@@ -246,7 +246,8 @@ def _vit(config: EncoderConfig) -> Any:
         made = timm.create_model(config.name, pretrained=False, num_classes=0, dynamic_img_size=True)
     except (RuntimeError, TypeError) as error:  # no such name; a model that has no such option
         raise UserError(
-            f"control.encoder.name {config.name} is no ViT of timm: {' '.join(str(error).split())}"
+            f"control.encoder.name {config.name} is no ViT of timm: {' '.join(str(error).split())}; "
+            "timm.list_models('vit*') names them; leave it empty for the small one"
         ) from None
     if not isinstance(made, VisionTransformer) or made.pos_embed is None:
         raise UserError(f"control.encoder.name {config.name} is a {type(made).__name__}; name a plain ViT of timm")
