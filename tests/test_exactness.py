@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
+import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +179,18 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
 def test_settings_that_draw_in_step_are_proved_too(prove: Callable[..., tuple[int, Any]], flags: str) -> None:
     code, said = prove("--draws", "10000", "--sampler.kind", *flags.split())
     assert code == 0 and said["pass"] and said["equalities"] == "3/3"
+
+
+def test_the_sampler_of_the_guide_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    mine = types.ModuleType("visgen.samplers.mine")
+    monkeypatch.setitem(sys.modules, mine.__name__, mine)
+    assert code is not None
+    exec(textwrap.dedent(code[1]), vars(mine))
+    exactness = program("exactness")
+    family = exactness.configurations(mine.Config())
+    assert family == [mine.Config()] and exactness.enumeration(family) == {}
+    assert min(exactness.simulation(family, 10_000, 0).values()) > 1e-3 and all(exactness.equalities(family).values())
 
 
 @pytest.mark.parametrize(
