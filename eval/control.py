@@ -20,7 +20,7 @@ from torch import Tensor
 from visgen import config as configs
 from visgen import control_set as cs
 from visgen import evaluate as ev
-from visgen.checks import Positive, Range, Seed, Weight
+from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
 from visgen.hints import HintConfig, choose
@@ -31,6 +31,7 @@ from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import kid
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
+from visgen.nn.control import Strength
 from visgen.pictures import grid
 from visgen.run_files import Step
 from visgen.sample import describe
@@ -67,7 +68,7 @@ class ControlEvalConfig(SamplingConfig):
     network_weights: Path | None = None
     n: Annotated[int, Range(4)] | None = None
     repeats: Positive = 4
-    strength: Weight = 1.0
+    strength: Strength = 1.0
     plan_seed: Seed = 0
     extractor: str = "fd_efflite0"
     weights: Path | None = None
@@ -80,7 +81,7 @@ def main() -> None:
     settings = configs.load(ControlEvalConfig, sys.argv[1:], prog="eval/control.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory of a model that was trained under a control")
-    out, start = writable(settings.out, "--out"), time.perf_counter()
+    out, start = writable(settings.out, "--out", "grid.png", "table.md"), time.perf_counter()
     device, _ = settings.engine.resolve()
     batch = settings.engine.batch
     extractor = build_extractor(
@@ -89,7 +90,13 @@ def main() -> None:
     generator = load(settings.checkpoint, settings.step, settings.engine, settings.base or None)
     generator.check_guidance(settings.guidance, controlled=True)
     asked = HintConfig(settings.kind, (Path(),), network=settings.network, weights=settings.network_weights)
-    control = choose(asked, generator.model.controls, f"checkpoint {settings.checkpoint}")
+    if generator.model.controls is None:
+        raise UserError(f"checkpoint {settings.checkpoint} was trained without control, so there is nothing to score")
+    try:
+        control = choose(asked, generator.model.controls, f"checkpoint {settings.checkpoint}")
+    except UserError as error:
+        own = "here the options are --kind, --network and --network-weights, and maps are made of the pictures"
+        raise UserError(f"{error} ({own})") from None
     held_out = ev.build_pictures(settings.data, "held_out")
     of = cs.collect(held_out, control, settings.n or 1000, device, batch, cs.check_asked(generator, held_out))
     rows, seconds = images_of(generator, of, settings)

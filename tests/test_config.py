@@ -264,6 +264,13 @@ def test_help_lists_the_fields_and_their_meaning(capsys: pytest.CaptureFixture[s
         assert text in shown
 
 
+def test_help_shows_the_kinds_of_a_part_that_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Top, ["--help"], prog="draw.py")
+    shown = capsys.readouterr().out
+    assert "--spare.kind {none,ball,car}" in shown and "--spare {None}" not in shown
+
+
 def test_a_part_with_its_own_kind_is_no_plugin() -> None:
     assert load(Holder, ["--part.kind", "z"]) == Holder(Kinded("z"))
     assert load(Holder, values={"part": {"kind": "z", "size": 2}}) == Holder(Kinded("z", 2))

@@ -219,8 +219,10 @@ def test_what_cannot_be_scored_is_refused(
 ) -> None:
     controlled, depth = make_control_run(tmp_path / "run"), make_control_run(tmp_path / "depth", "depth")
     for checkpoint, flags, message in (
-        (checkpoint_dir, (), "was trained without control"),
+        (checkpoint_dir, (), "was trained without control, so there is nothing to score"),
         (controlled, ("--kind", "depth"), "was trained for control canny, not for depth"),
+        (controlled, ("--kind", "depth"), "here the options are --kind, --network"),
+        (controlled, ("--strength", "1e9"), "strength is 1000000000.0; it must be within [0, 1000]"),
         (controlled, ("--n", "3"), "n is 3; it must be at least 4"),
         (controlled, ("--data.classes", "2"), "the data has 2 classes, the checkpoint 3"),
         (depth, (), "control depth needs a depth network to read an image"),

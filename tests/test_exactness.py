@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
+import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +175,24 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
     assert code == 1 and not said["pass"] and said["enumeration_max_tv"] < 1e-12
 
 
+@pytest.mark.parametrize("flags", ["sjd --sampler.window 1", "speculative --sampler.length 1 --sampler.threshold 0"])
+def test_settings_that_draw_in_step_are_proved_too(prove: Callable[..., tuple[int, Any]], flags: str) -> None:
+    code, said = prove("--draws", "10000", "--sampler.kind", *flags.split())
+    assert code == 0 and said["pass"] and said["equalities"] == "3/3"
+
+
+def test_the_sampler_of_the_guide_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    mine = types.ModuleType("visgen.samplers.mine")
+    monkeypatch.setitem(sys.modules, mine.__name__, mine)
+    assert code is not None
+    exec(textwrap.dedent(code[1]), vars(mine))
+    exactness = program("exactness")
+    family = exactness.configurations(mine.Config())
+    assert family == [mine.Config()] and exactness.enumeration(family) == {}
+    assert min(exactness.simulation(family, 10_000, 0).values()) > 1e-3 and all(exactness.equalities(family).values())
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -180,6 +201,9 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
         ("--sampler.kind speculative --sampler.draft nowhere", "sampler.draft nowhere is not read"),
         ("--sampler.kind cspec --sampler.mode distance --sampler.radius 1", "mode distance is not lossless"),
         ("--sampler.kind cspec --vectors 1999", "vectors is 1999"),
+        ("--sampler.kind one_step", "sampler.kind one_step has no case here"),
+        ("--sampler.kind one_step --sampler.passes 2", "sampler.kind one_step has no case here"),
+        ("--sampler.kind causal", "sampler.kind causal has no case here"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(prove: Callable[..., tuple[int, Any]], flags: str, words: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from visgen.config import UserError
-from visgen.launch import Progress, cpus, device_of, on_cpu, out_of_memory
+from visgen.launch import Progress, cpus, device_of, on_cpu, out_of_memory, writable
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,15 @@ def test_the_cpu_is_used_when_told_or_for_want_of_a_gpu(
     if flag:
         monkeypatch.setenv("ACCELERATE_USE_CPU", flag)
     assert on_cpu(told) is expected
+
+
+def test_a_folder_in_the_way_of_a_file_is_seen_at_once(tmp_path: Path) -> None:
+    assert writable(tmp_path / "a", "--out", "grid.png", "table.md") == tmp_path / "a"
+    (tmp_path / "a/grid.png").touch()  # of an earlier run
+    (tmp_path / "a/table.md").mkdir()
+    assert writable(tmp_path / "a", "--out", "grid.png") == tmp_path / "a"
+    with pytest.raises(UserError, match=r"--out: .*/a/table\.md is a folder, where a file"):
+        writable(tmp_path / "a", "--out", "grid.png", "table.md")
 
 
 def test_cpus_are_those_that_this_process_may_use() -> None:

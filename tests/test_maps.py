@@ -57,6 +57,9 @@ def test_what_makes_no_maps_is_refused(photos: Path, tmp_path: Path) -> None:
         program.main(["--root", str(tmp_path / "none")])
     with pytest.raises(UserError, match="control depth needs a depth network"):
         program.main(["--root", str(photos), "--out", str(tmp_path / "m"), "--control.kind", "depth"])
+    (photos / "a" / "0.jpg").write_bytes((photos / "a" / "1.jpg").read_bytes())
+    with pytest.raises(UserError, match=r"a/0\.jpg and .*a/0\.png would have one map, 0\.png; rename one of them"):
+        program.main(["--root", str(photos), "--out", str(tmp_path / "m")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no image"):
         program.main(["--root", str(tmp_path / "empty"), "--out", str(tmp_path / "m")])
@@ -96,6 +99,8 @@ def test_maps_are_read_as_their_kind_reads_them(photos: Path, tmp_path: Path) ->
     data = folder(photos, maps=tmp_path / "lines")
     depth = Maps(plugin_config("visgen.controls", "depth"))
     depth.setup(data)  # needs no network
+    with pytest.raises(UserError, match=r"in a training: objective\.model\.control\.network .* data\.maps"):
+        depth.setup(folder(photos))
     sample = depth.reading(data).get(0)
     assert sample["map"].min() < 60 and sample["map"].max() > 190
     assert depth.reading(data).get(1)["map"].unique().tolist() == [200]

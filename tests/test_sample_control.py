@@ -234,7 +234,12 @@ def refused_late(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--control.image {d}/a.png --control.map {d}/a.png", "are both given"),
         ("--control.strength 0.5", "--control says how an image is controlled: give --control.image or --control.map"),
         ("--second.map {d}/lines.png", "--second is a control beside another"),
-        ("--control.image {d}/a.png --control.strength -1", "must be at least 0"),
+        ("--control.image {d}/a.png --second.map {d}/white.png", "on dark; pass --second.invert"),
+        ("--control.image {d}/a.png --second.map {d}/a.png", "to have the map made from it, pass it as --second.image"),
+        ("--control.image {d}/a.png --size 64", "--size must be INT INT, got '64'"),
+        ("--control.image {d}/a.png --control.strength -1", "must be within [0, 1000]"),
+        ("--control.image {d}/a.png --control.strength 1e9", "must be within [0, 1000]"),
+        ("--control.image {d}/a.png --size 100000 100000", "of memory; lower --size"),
         (
             "--control.image {d}/a.png --control.strength 1 2",
             "--control.strength has 2 numbers, this checkpoint's control 3 injections",
@@ -297,15 +302,40 @@ def test_a_label_is_needed_and_a_model_without_control_has_none(
     flags = ["--out", str(files / "out"), "--engine.device", "cpu", "--control.image", str(files / "a.png")]
     assert "--control needs --label" in refused(capsys, "--checkpoint", str(controlled), *flags)
     told = refused(capsys, "--checkpoint", str(checkpoint_dir), "--label", "1", *flags)
-    assert "was trained without control; choose another --control.kind or another checkpoint" in told
+    assert "was trained without control; leave --control out, or choose another checkpoint" in told
     with pytest.raises(UserError, match="this model was trained without control"):
         visgen.load(checkpoint_dir, device="cpu").sample([1], control=torch.zeros(1, 3, SIDE, SIDE))
     generator = visgen.load(controlled, device="cpu")
     for wrong in (torch.zeros(2, 3, SIDE, SIDE), torch.zeros(1, 3, SIDE, SIDE, dtype=torch.uint8)):
         with pytest.raises(UserError, match=r"control maps are .* for 1 images; give floats in \[-1, 1\]"):
             generator.sample([1], control=wrong)
+    for strength in (float("nan"), -0.5, (1.0, 1e38, 1.0)):
+        with pytest.raises(UserError, match=r"strength of a control is .*; it must be within \[0, 1000\]"):
+            generator.sample([1], control=[Hint(torch.zeros(1, 1, 3, SIDE, SIDE), strength)])
+    maps = torch.zeros(1, 1, 3, SIDE, SIDE)
+    for given, said in (
+        (maps[:, 0] + 255, r"control maps lie within 255 and 255; give floats in \[-1, 1\]"),
+        (maps[:, 0] * float("nan"), "control maps lie within nan"),
+        ([maps[:, 0]], "control is of Tensor; give a tensor of maps"),
+        ("x.png", "control is of str"),
+        (Hint(maps, "much"), "strength of a control is 'much'; give a number"),  # type: ignore[arg-type]
+        (Hint(maps, 1.0, torch.ones(8, 8)), r"region of a control is \[8, 8\]; give a weight for each token"),
+    ):
+        with pytest.raises(UserError, match=said):
+            generator.sample([1], control=given)  # type: ignore[arg-type]
+    one, listed = (generator.sample([1], control=c).tokens for c in (Hint(maps, torch.ones(3)), [Hint(maps)]))
+    assert torch.equal(one, listed)
     with pytest.raises(UserError, match="resize it to the image's size"):
         generator.sample([1], control=torch.zeros(1, 3, SIDE, SIDE + 2))
+
+
+def test_a_blank_map_is_drawn_under_and_said(controlled: Path, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flag in (("white", "image"), ("black", "map")):
+        Image.new("RGB", (SIDE, SIDE), name).save(files / f"{name}.png")
+        run(controlled, files / name, "--label", "1", "--num", "1", f"--control.{flag}", str(files / f"{name}.png"))
+        assert f"--control: the map of {files}/{name}.png is blank" in capsys.readouterr().err
+    run(controlled, files / "a", "--label", "1", "--num", "1", "--control.image", str(files / "a.png"))
+    assert "blank" not in capsys.readouterr().err
 
 
 def test_what_lies_under_transparency_has_no_edges(controlled: Path, files: Path) -> None:

@@ -133,9 +133,12 @@ def test_what_is_drawn_before_an_interruption_is_kept_and_a_huge_number_is_no_bu
 def test_a_full_disk_is_one_line(
     checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*given: Any, **named: Any) -> None:
+    def full(picture: Any, path: Path, **named: Any) -> None:
+        Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
+    older = tmp_path / "0000_000000.png"
+    older.write_bytes(b"an older picture")
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(SystemExit) as stop:
         run(checkpoint_dir, tmp_path, "--num", "1")
@@ -143,6 +146,7 @@ def test_a_full_disk_is_one_line(
     assert stop.value.code == 2 and last.startswith(
         f"error: {tmp_path / '0000_000000.png'} cannot be written: No space"
     )
+    assert older.read_bytes() == b"an older picture" and list(tmp_path.iterdir()) == [older]
 
 
 def test_more_images_than_the_disk_holds_are_refused(
@@ -286,6 +290,12 @@ def test_bad_options(
 @pytest.mark.parametrize("checkpoint", ["nowhere", "nobody/nothing", "runs/my run"])
 def test_a_missing_checkpoint(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"checkpoint '{checkpoint}'" in refused(capsys, "--checkpoint", checkpoint, "--out", str(tmp_path))
+
+
+def test_a_folder_in_the_way(checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grid.png").mkdir()
+    message = refused(capsys, "--checkpoint", str(checkpoint_dir), "--out", str(tmp_path))
+    assert f"{tmp_path}/grid.png is a folder" in message and [p.name for p in tmp_path.iterdir()] == ["grid.png"]
 
 
 def test_a_file_in_the_way(checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from visgen.evaluate import World
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import build_extractor
 from visgen.metrics.frechet import Moments
+from visgen.metrics.protocol import SamplePlan
 from visgen.tally import Bundle, Tally, make_bundle
 
 N, CHUNK = 200, 16
@@ -189,3 +191,17 @@ def test_a_reference_in_a_file(fid: Callable[..., dict[str, Any]], tmp_path: Pat
     reference().save(path)
     found = fid("--reference", str(path))
     assert found["protocol"]["reference"] == "set" and found["metrics"]["fd"]["n_ref"] == 150
+
+
+def test_the_classes_of_a_reference_in_a_file_are_those_of_the_training_split(
+    fid: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    path, flags = tmp_path / "set.safetensors", ("--labels", "source", "--data.n", "91")
+    reference().save(path)
+    held_out, counts = SamplePlan(24, 3, 0, "source", (24, 23, 23)), (31, 30, 30)  # of 70 and of 91 images
+    train = SamplePlan(24, 3, 0, "source", counts)
+    assert held_out.hash != train.hash
+    found = fid(*flags, "--reference", str(path))
+    assert found["protocol"]["labels"] == "source" and found["sampling"]["plan"] == train.hash
+    shutil.rmtree(tmp_path / "out")
+    assert fid(*flags)["sampling"]["plan"] == held_out.hash

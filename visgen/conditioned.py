@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 import reprlib
@@ -19,7 +20,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.layout import Grid
 from visgen.model import Model
-from visgen.nn.control import Hint
+from visgen.nn.control import STRENGTHS, Hint
 from visgen.prompts import Features, check_prompts
 from visgen.tokenizers import Tokenizer
 
@@ -154,9 +155,12 @@ class Conditioned:
             )
         return grid[0], rows, columns
 
-    def hints(self, control: Sequence[Hint] | Tensor | None, count: int) -> list[Hint]:
-        """What is given as control, each with one row or `count`."""
-        hints = [Hint(control.unsqueeze(1))] if isinstance(control, Tensor) else list(control or ())
+    def hints(self, control: Hint | Sequence[Hint] | Tensor | None, count: int, grid: Grid) -> list[Hint]:
+        """What is given as control, each with one row or `count`, for images of `grid`."""
+        if isinstance(control, Tensor):
+            control = Hint(control.unsqueeze(1) if control.ndim == 4 else control)
+        several = isinstance(control, Sequence) and not isinstance(control, Hint)  # a Hint is a tuple
+        hints: list[Any] = [] if control is None else list(control) if several else [control]
         if hints and self.model.controls is None:
             raise UserError(
                 "this model was trained without control; leave it out, or load one that was trained with it"
@@ -164,11 +168,7 @@ class Conditioned:
         if not hints and self.model.config.control is None and self.model.controls is not None:
             raise UserError("this model reads a control map as its prefix; give it one")
         for hint in hints:
-            if len(hint.map) not in (1, count) or not hint.map.is_floating_point():
-                raise UserError(
-                    f"control maps are {hint.map.dtype} {list(hint.map.shape)} for {count} images; give floats in "
-                    f"[-1, 1], 1 or {count} of them"
-                )
+            _check_hint(hint, count, math.prod(grid))
         return hints
 
     def plan(
@@ -234,6 +234,36 @@ def _guidance(given: Guidance | float | None) -> Guidance:
     except (TypeError, ValueError):
         raise UserError(f"guidance {reprlib.repr(given)} must be its scale, a number, or a `Guidance`") from None
     return Guidance(scale)
+
+
+def _check_hint(hint: Any, count: int, tokens: int) -> None:
+    """Raises `UserError` unless it is a `Hint` for `count` images of so many tokens."""
+    if not isinstance(hint, Hint) or not isinstance(hint.map, Tensor):
+        given = type(hint.map if isinstance(hint, Hint) else hint).__name__
+        raise UserError(f"control is of {given}; give a tensor of maps [B, 3, H, W] in [-1, 1], or several `Hint`s")
+    maps, region = hint.map, hint.region
+    if not maps.numel() or not maps.ndim or len(maps) not in (1, count) or not maps.is_floating_point():
+        raise UserError(
+            f"control maps are {maps.dtype} {list(maps.shape)} for {count} images; give floats in "
+            f"[-1, 1], 1 or {count} of them"
+        )
+    if not maps.abs().max() <= 1 + 1e-3:  # nor not-a-number
+        raise UserError(
+            f"control maps lie within {maps.min():g} and {maps.max():g}; give floats in [-1, 1], as map / 127.5 - 1"
+        )
+    try:
+        strengths = torch.as_tensor(hint.strength, dtype=torch.float64).flatten().tolist()
+    except (TypeError, ValueError):
+        raise UserError(f"the strength of a control is {reprlib.repr(hint.strength)}; give a number") from None
+    for strength in strengths:
+        if strength not in STRENGTHS:
+            raise UserError(f"the strength of a control is {strength}; it must be {STRENGTHS}")
+    if region is not None and not isinstance(region, Tensor):
+        raise UserError(f"the region of a control is of {type(region).__name__}; give a tensor")
+    if region is not None and (region.ndim != 2 or len(region) not in (1, count) or region.shape[1] != tokens):
+        raise UserError(
+            f"the region of a control is {list(region.shape)}; give a weight for each token, [1 or {count}, {tokens}]"
+        )
 
 
 def check_seed(seed: int) -> None:

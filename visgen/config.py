@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -235,7 +235,8 @@ def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
             if given is None and field.name not in values:
                 kind = field.metadata["kind"]
             if kind is None or (kind in ("none", "None") and "none" not in kinds(package)):
-                fields.append((field.name, type(None), dataclasses.field(default=None, metadata=field.metadata)))
+                nothing: Any = Annotated[None, tyro.conf.arg(name=f"{field.name}.kind", metavar=_choices(package))]
+                fields.append((field.name, nothing, dataclasses.field(default=None, metadata=field.metadata)))
                 continue
             if not isinstance(kind, str):
                 raise UserError(f"{where}.kind must be a name, got {kind!r}; allowed: {', '.join(kinds(package))}")
@@ -249,6 +250,11 @@ def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
             if inner is not hints[field.name]:
                 fields.append((field.name, inner, dataclasses.field(default_factory=inner)))
     return _subclass(cls, fields) if fields else cls
+
+
+def _choices(package: str) -> str:
+    """The kinds of a package as `--help` shows them where there is none yet."""
+    return f"{{none,{','.join(k for k in kinds(package) if k != 'none')}}}"
 
 
 def _subclass(cls: type, fields: list[tuple[str, Any, Any]]) -> type:
@@ -384,6 +390,7 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
         text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
         for said, plainly in PLAINLY:
             text = re.sub(rf"Error parsing (\S+): {said}", plainly, text)
+        text = re.sub(r" must be \{None\}\|\{?([^{}|]+?)\}?, got ", r" must be \1, got ", text)
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None
 

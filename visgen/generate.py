@@ -111,7 +111,7 @@ class Generator(Conditioned):
         *,
         prompts: Features | Sequence[str] | str | None = None,
         text: TextConfig | None = None,
-        control: Sequence[Hint] | Tensor | None = None,
+        control: Hint | Sequence[Hint] | Tensor | None = None,
         size: tuple[int, int] | None = None,
     ) -> Images:
         """Draws one image per label or prompt, `engine.batch` at once; image i depends on seed i, not on its batch.
@@ -131,7 +131,7 @@ class Generator(Conditioned):
             prompts: of a model of texts instead of labels, B of them; or one, for all seeds; or their features
                 (`encode`, `visgen.prompts.read`).
             text: how prompts become features.
-            control: of a model trained for one, maps [1 or B, 3, H, W] in [-1, 1] of the size of the images; or several
+            control: of a model trained for one, maps [1 or B, 3, H, W] in [-1, 1] of the size of the images; or
                 `Hint`s, whose additions are summed.
             size: (H, W) in pixels, multiples of the tokenizer's stride; default the checkpoint's own.
 
@@ -139,9 +139,9 @@ class Generator(Conditioned):
             UserError: a value that is not one of these, or that the model cannot follow.
         """
         ids, wanted, seeds = self.plan(labels, prompts, seeds)
-        hints = self.hints(control, len(seeds))
-        guidance, warp = self.rules(guidance, warp, bool(hints))
         grid = self.grid_of(size)
+        hints = self.hints(control, len(seeds), grid)
+        guidance, warp = self.rules(guidance, warp, bool(hints))
         if known is not None and grid != self.model.grid:
             raise UserError(
                 f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
@@ -150,7 +150,7 @@ class Generator(Conditioned):
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
-        self._check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
+        self.check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
         engine = self._engine_for(guidance, warp, grid)
         pinned = None if known is None else self.known_tokens(*known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
@@ -180,7 +180,7 @@ class Generator(Conditioned):
         """Whether rows go on with the next image with this sampler, or the one of this config."""
         return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
 
-    def _check_memory(self, grid: Grid, rows: int, branches: int) -> None:
+    def check_memory(self, grid: Grid, rows: int, branches: int) -> None:
         """Refuses images whose pixels and cache alone are more than there is: a CPU ends a process without a word."""
         own = self.model.tokens
         each = 3 * 4 * math.prod(self.tokenizer.image_size) * self.model.grid[0] / own  # bytes a token: decoded pixels

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen import config as configs
-from visgen.checks import Range, Weight
+from visgen.checks import Range
 from visgen.config import UserError
 from visgen.controls import Control, as_map, kinds_of
 from visgen.data._images import center_crop, read_picture
-from visgen.nn.control import Hint, Resize
+from visgen.nn.control import Hint, Resize, Strength
 
 ELONGATED = 100  # a picture of more than this ratio is refused: its crop would show next to nothing
 SMALLEST = 8  # pixels of a side
@@ -43,7 +44,7 @@ class HintConfig:
     kind: str | None = None
     image: tuple[Path, ...] = ()
     map: tuple[Path, ...] = ()
-    strength: Annotated[tuple[Weight, ...], Range(1)] = (1.0,)
+    strength: Annotated[tuple[Strength, ...], Range(1)] = (1.0,)
     region: Path | None = None
     invert: bool = False
     network: str = ""
@@ -106,14 +107,15 @@ def choose(settings: HintConfig, trained: Any, where: str, flag: str = "control"
     """
     known = kinds_of(trained)
     kind = settings.kind or next(iter(known), None)
-    if kind is None or kind not in known:
-        allowed = configs.kinds("visgen.controls")
-        if kind is not None and kind not in allowed:
-            raise UserError(f"--{flag}.kind '{kind}' is no control; there are {', '.join(allowed)}")
-        what = f"for control {' and '.join(known)}" if known else "without control"
+    if kind is not None and kind not in configs.kinds("visgen.controls"):
+        allowed = ", ".join(configs.kinds("visgen.controls"))
+        raise UserError(f"--{flag}.kind '{kind}' is no control; there are {allowed}")
+    if kind is None or not known:
+        raise UserError(f"{where} was trained without control; leave --{flag} out, or choose another checkpoint")
+    if kind not in known:
         raise UserError(
-            f"{where} was trained {what}{f', not for {kind}' if kind else ''}; choose another --{flag}.kind or another "
-            f"checkpoint{_needs(kind) if kind and settings.image else ''}"
+            f"{where} was trained for control {' and '.join(known)}, not for {kind}; choose another --{flag}.kind or "
+            f"another checkpoint{_needs(kind) if settings.image else ''}"
         )
     config = known[kind]
     for name, value in (("network", settings.network), ("weights", settings.weights)):
@@ -127,8 +129,18 @@ def choose(settings: HintConfig, trained: Any, where: str, flag: str = "control"
         )
     control: Control = configs.build(config)
     if settings.image:
-        control.ready()
+        with _options_of(flag):
+            control.ready()
     return control
+
+
+@contextlib.contextmanager
+def _options_of(flag: str) -> Iterator[None]:
+    """What a control refuses, which speaks of `--control`, in the options of `--second` where that is asked."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("--control.", f"--{flag}.")) from None
 
 
 def _needs(kind: str) -> str:
@@ -159,7 +171,8 @@ def read(
             pixels = as_map(fitted(picture, size)).float() / 127.5 - 1
             made.append(control.extract(pixels[None, None])[0, 0])
         else:
-            values = control.read(path, settings.invert, what)
+            with _options_of(flag):
+                values = control.read(path, settings.invert, what)
             _check_sides(values.shape[-1], values.shape[-2], f"{what} {path}")
             made.append(fitted_map(values, size, control.config.resize).float() / 127.5 - 1)
     kind = configs.kind_of(control.config)

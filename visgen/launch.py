@@ -70,8 +70,11 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def writable(directory: Path, flag: str) -> Path:
+def writable(directory: Path, flag: str, *files: str) -> Path:
     """Makes the directory that `flag` names and tries, before any work, that it can be written.
+
+    Args:
+        files: what will be written there at the end; a folder of such a name is in its way.
 
     Raises:
         UserError: it cannot.
@@ -82,6 +85,9 @@ def writable(directory: Path, flag: str) -> Path:
             pass
     except OSError as error:
         raise UserError(f"{flag} {directory} cannot be written: {error.strerror}; choose another directory") from None
+    for path in (directory / name for name in files):
+        if path.is_dir():
+            raise UserError(f"{flag}: {path} is a folder, where a file of that name is to be written; move it away")
     return directory
 
 

@@ -54,6 +54,11 @@ def main(argv: Sequence[str]) -> None:
     images = sorted(p for p in walked if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
     if not images:
         raise UserError(f"root {config.root} holds no image ({' '.join(sorted(SUFFIXES))})")
+    of: dict[Path, Path] = {}
+    for path in images:
+        other = of.setdefault(path.with_suffix(""), path)
+        if other is not path:
+            raise UserError(f"{other} and {path} would have one map, {path.stem}.png; rename one of them")
     made, unreadable = 0, []
     with Progress("maps") as step:
         for i, path in enumerate(images):

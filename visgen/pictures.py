@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,9 +106,12 @@ def save_png(picture: Image.Image, path: Path, settings: dict[str, Any]) -> None
     """A PNG that carries its settings as text (key `visgen`, JSON)."""
     info = PngInfo()
     info.add_text("visgen", json.dumps(settings, sort_keys=True))
+    temporary = path.with_name(f".{path.name}.tmp")  # so that a failed write leaves an older picture whole
     try:
-        picture.save(path, pnginfo=info)
+        picture.save(temporary, format="PNG", pnginfo=info)
+        os.replace(temporary, path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror}; make room, what is there already stays") from None
 
 

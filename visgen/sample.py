@@ -80,12 +80,13 @@ def _main(argv: Sequence[str]) -> None:
         raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
     _check_asked(settings)
     pictures = read_known(settings.known)
-    out = writable(settings.out, "--out")
+    out = writable(settings.out, "--out", "grid.png")
     generator = load(settings.checkpoint, settings.step, settings.engine, settings.base or None)
     generator.check_guidance(settings.guidance, bool(settings.control.files))
     if generator.model.grid[0] > 1:
         av()  # clips are written as MP4
     size = settings.size or generator.tokenizer.image_size
+    generator.check_memory(generator.grid_of(settings.size), 1, settings.guidance.branches)
     given = _read_controls(generator, settings, size)
     features = _ready_features(generator, settings)
     labels = [] if features or settings.prompt else _labels(generator, settings)
@@ -134,7 +135,12 @@ def _read_controls(generator: Generator, settings: SampleConfig, size: tuple[int
     controls = [choose(s, trained, where, flag) for flag, s in asked]
     grid = generator.grid_of(settings.size)
     pairs = zip(asked, controls, strict=True)
-    return [read_hints(s, control, size, grid, flag) for (flag, s), control in pairs]
+    given = [read_hints(s, control, size, grid, flag) for (flag, s), control in pairs]
+    for (flag, s), maps in zip(asked, given, strict=True):
+        for path, values in zip(s.files, maps.maps, strict=True):
+            if values.amin() == values.amax():
+                print(f"--{flag}: the map of {path} is blank, one value everywhere", file=sys.stderr)
+    return given
 
 
 def _ready_features(generator: Generator, settings: SampleConfig) -> Features | None:

@@ -63,6 +63,7 @@ def test_canny_thresholds_in_the_wrong_order_are_refused() -> None:
             r"looks like dark lines on light, this checkpoint knows light lines on dark; pass --control",
         ),
         (lambda e: cv2.cvtColor(photo(), cv2.COLOR_RGB2BGR), "is a colour picture, a canny map is grey"),
+        (lambda e: e // 2, "has faint lines alone, at most 127 of 255 from their background"),
         (lambda e: cv2.cvtColor(photo(), cv2.COLOR_RGB2GRAY) // 3 + 20, "is mostly grey .* pass it as --control.image"),
     ],
 )
@@ -168,6 +169,14 @@ def test_depth_arrays_that_are_no_depth_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 3, 4, 5)))
     with pytest.raises(UserError, match=r"a\.npy holds float64 \[2, 3, 4, 5\]; give finite depths"):
         control("depth").read(tmp_path / "a.npy")
+    broken = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
+    broken[0, 0] = np.nan
+    Image.fromarray(broken).save(tmp_path / "nan.tif")
+    np.save(tmp_path / "empty.npy", np.zeros((0, 5)))
+    np.save(tmp_path / "far.npy", np.full((4, 4), 1e300))
+    for name in ("nan.tif", "empty.npy", "far.npy"):
+        with pytest.raises(UserError, match=rf"{name} holds float64 \[.*\]; give finite depths"):
+            control("depth").read(tmp_path / name)
     (tmp_path / "b.npy").write_bytes(b"no array")
     with pytest.raises(UserError, match=r"b\.npy cannot be read"):
         control("depth").read(tmp_path / "b.npy")

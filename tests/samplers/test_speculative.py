@@ -133,6 +133,13 @@ def test_a_draft_model_of_another_tokenizer_is_refused(model: Model, write: Call
     assert decoded(Engine(model), Speculative(draft), [0], [0]).nfe < 15, "an older file names none"
 
 
+def test_a_draft_model_drafts_at_other_sizes_too(model: Model, write: Callable[..., Path]) -> None:
+    draft, larger = Config(write(model, tokenizer="b" * 64), 4, 1.0), model.at((1, 6, 4))
+    found = decoded(Engine(larger, tokenizer="b" * 12), Speculative(draft), [0], [0])
+    assert found.tokens.shape[1] == 24 and found.notes["drafts_per_evaluation"] == 4.0, "it is the model itself"
+    assert "its grid is (1, 5, 3), the model's is (1, 6, 4)" in refusal(Engine(larger), draft)
+
+
 def test_a_student_is_no_draft_model(model: Model, make_student: MakeModel, write: Callable[..., Path]) -> None:
     draft = write(make_student(grid=(1, 5, 3)))
     assert "is a student, which draws all tokens at once" in refusal(Engine(model), Config(draft))

@@ -52,5 +52,9 @@ class Lines(Control):
                 if dark_wanted
                 else ("dark lines on light", "light lines on dark")
             )
-            raise UserError(f"{name} looks like {found}, this checkpoint knows {wanted}; pass --control.invert")
+            other = "dark_on_light" if dark_wanted else "light_on_dark"
+            raise UserError(
+                f"{name} looks like {found}, this checkpoint knows {wanted}; pass --control.invert (in a training: "
+                f"control.polarity {other})"
+            )
         return values

@@ -20,6 +20,7 @@ from visgen.nn.control import Resize
 
 cv2.setNumThreads(1)  # the processes that read data are parallel already
 
+FAINT = 32  # contrast up to which a map counts as blank, noise of a JPEG aside
 GREY = 0.25  # share of pixels that are neither edge nor background, above which a given picture is no edge map
 
 
@@ -59,5 +60,12 @@ class Canny(Lines):
             raise UserError(
                 f"{name} is mostly grey ({between:.0%} of its pixels), an edge map is black and white; to have the map "
                 "made from it, pass it as --control.image"
+            )
+        light = self.config.polarity == "light_on_dark"
+        strongest = int(values.max()) if light else 255 - int(values.min())
+        if FAINT < strongest <= 127:
+            raise UserError(
+                f"{name} has faint lines alone, at most {strongest} of 255 from their background; an edge map is black "
+                "and white, so none would be left: raise its contrast"
             )
         return torch.where(values > 127, 255, 0).to(torch.uint8)

@@ -91,7 +91,11 @@ class Depth(Control):
                 raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as a PNG") from None
             if values is None:
                 return super().read(path, invert, flag)
-        depth = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))[None, None]
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values.astype(np.float32)).all()
+        if not values.size or not finite:
+            raise UserError(f"{flag} {path} holds {values.dtype} {list(values.shape)}; give finite depths [H, W]")
+        depth = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))[None, None]
         grey = self.normalised(depth)[0]
         return ((1 - grey if invert else grey) * 255).round().to(torch.uint8).expand(3, -1, -1).contiguous()
 
@@ -108,6 +112,6 @@ class Depth(Control):
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{flag} {path} cannot be read ({' '.join(str(error).split())})") from None
         values = np.squeeze(values)
-        if values.ndim != 2 or values.dtype.kind not in "fiu" or not np.isfinite(values.astype(np.float64)).all():
+        if values.ndim != 2 or values.dtype.kind not in "fiu":
             raise UserError(f"{flag} {path} holds {values.dtype} {list(values.shape)}; give finite depths [H, W]")
         return values

@@ -280,7 +280,7 @@ class Engine:
         asked = getattr(sampler, "continuous", False), getattr(sampler, "whole", False)
         if asked != (self.continuous, self.student):
             kind, use = type(sampler).__module__.rpartition(".")[2], self.model.backbone.sampler
-            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes"
+            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes, drawn one by one"
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
         state, step, _ = self.prepared(sampler, noise)
         self.synchronize()

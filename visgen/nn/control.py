@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visgen.checks import Depth, Positive
+from visgen.checks import Depth, Positive, Range
 from visgen.config import UserError
 from visgen.layout import Grid
 from visgen.nn.mlp import Projection
 
 Resize = Literal["nearest", "bicubic"]
+STRENGTHS = Range(0, 1000)  # far larger ones overflow half precision, and then every law is not-a-number
+Strength = Annotated[float, STRENGTHS]
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ def _vit(config: EncoderConfig) -> Any:
         made = timm.create_model(config.name, pretrained=False, num_classes=0, dynamic_img_size=True)
     except (RuntimeError, TypeError) as error:  # no such name; a model that has no such option
         raise UserError(
-            f"control.encoder.name {config.name} is no ViT of timm: {' '.join(str(error).split())}"
+            f"control.encoder.name {config.name} is no ViT of timm: {' '.join(str(error).split())}; "
+            "timm.list_models('vit*') names them; leave it empty for the small one"
         ) from None
     if not isinstance(made, VisionTransformer) or made.pos_embed is None:
         raise UserError(f"control.encoder.name {config.name} is a {type(made).__name__}; name a plain ViT of timm")

@@ -48,7 +48,12 @@ class Maps:
                 f"{' and '.join(self.kinds)} maps are made; train on their source, whose pixels are encoded on the fly"
             )
         for control in self.kinds.values():
-            control.ready()
+            try:
+                control.ready()
+            except UserError as error:
+                raise UserError(
+                    f"{error} (in a training: objective.model.control.network or .weights, or ready maps as data.maps)"
+                ) from None
 
     @property
     def read(self) -> Control | None:

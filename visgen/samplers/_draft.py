@@ -27,6 +27,8 @@ def load_draft(path: Path | None, engine: Engine) -> Engine:
     model, its = load_model(step), (read_metadata(step / WEIGHTS).get("tokenizer") or "")[:12] or None
     wanted: dict[str, Any] = {"grid": tuple(engine.grid), "tokenizer": engine.tokenizer}
     given: dict[str, Any] = {"grid": tuple(model.grid), "tokenizer": its}
+    if _resizes(model, its, engine):
+        given["grid"] = wanted["grid"]
     name = "channels" if engine.continuous else "vocab"
     wanted[name], given[name] = getattr(engine.model.config, name), getattr(model.config, name)
     for name, value in given.items():
@@ -49,8 +51,20 @@ def load_draft(path: Path | None, engine: Engine) -> Engine:
         )
     if engine.guidance.branches > 1 and mine.dropout == 0:
         raise UserError(f"sampler.draft {path} was trained without a null class; set guidance.scale to 1")
-    model = model.to(engine.device, engine.dtype).eval().requires_grad_(False)
+    model = model.at(engine.model.grid).to(engine.device, engine.dtype).eval().requires_grad_(False)
     return type(engine)(model, engine.guidance, engine.warp)  # a captured one keeps its batches in the same buffers
+
+
+def _resizes(model: Any, tokenizer: str | None, engine: Engine) -> bool:
+    """Whether a draft model of another grid may draft here as the model itself does at a size of its own."""
+    most = getattr(model.config.backbone, "rope_columns", None)
+    return (
+        not engine.continuous
+        and tokenizer is not None
+        and tokenizer == engine.tokenizer
+        and model.grid[0] == engine.grid[0]
+        and (most is None or engine.tokens <= most**2)
+    )
 
 
 def check_chains(draft: Engine, engine: Engine, path: Path | None) -> None:
