@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from visgen.checks import UserError
 from visgen.nn.cache import KVCache
+from visgen.nn.dropout import Dropout
 from visgen.nn.rope import rotate
 
 
@@ -23,7 +24,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.wqkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,
@@ -34,9 +35,9 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(sizes, dim=1)
-        q, k = rotate(q, rotation), rotate(k, rotation)  # [B, H, W, d]
+        heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, W, d]
+        turning, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        q, k = rotate(turning, rotation).split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             assert pos is not None
             k, v = cache.update(layer, k, v, pos)
