@@ -14,16 +14,14 @@ def compiled(rate: float) -> Dropout:
     return layer
 
 
-def fmix32(x: int) -> int:
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ x >> shift) * factor % 2**32
-    return x ^ x >> 16
-
-
-def test_the_hash_is_murmurs() -> None:
-    given = [0, 1, 2, 77, 2**31 - 1, 2**31, 2**32 - 1, 3141592653]
-    as_signed = torch.tensor([x - 2**32 if x >= 2**31 else x for x in given], dtype=torch.int32)
-    assert [x % 2**32 for x in hashed(as_signed).tolist()] == [fmix32(x) for x in given]
+def test_every_bit_of_a_lane_turns_about_half_of_the_upper_bits() -> None:
+    x = torch.randint(
+        -(1 << 31), (1 << 31) - 1, (20000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
+    for bit in range(13):
+        turned = hashed(x) ^ hashed(x ^ (1 << bit))
+        shares = [float((turned >> place & 1).double().mean()) for place in range(28, 32)]
+        assert all(0.4 < share < 0.6 for share in shares), (bit, shares)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

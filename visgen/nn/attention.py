@@ -35,9 +35,9 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, W, d]
-        turning, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        q, k = rotate(turning, rotation).split([self.heads, self.kv_heads], dim=1)
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(sizes, dim=1)
+        q, k = rotate(q, rotation), rotate(k, rotation)  # [B, H, W, d]
         if cache is not None:
             assert pos is not None
             k, v = cache.update(layer, k, v, pos)
