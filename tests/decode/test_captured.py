@@ -87,10 +87,10 @@ def test_wide_windows_give_the_same_tokens_too(make_model: MakeModel, guidance: 
         assert torch.equal(decoded(fast, torch.arange(4), known=given, sampler=sampler), wanted)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_heads": 2}, {"second": 6, "regress": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"kv_heads": 2}, {"second": 3, "regress": True}], ids=str)
 def test_students_pass_over_all_slots_gives_the_same_tokens(make_student: MakeModel, settings: dict[str, Any]) -> None:
-    model, passes = make_student(**settings).to(DEVICE), 2 if settings.get("second") else 1
-    sampler = one_step.OneStep(one_step.Config(passes, split=9 if settings.get("regress") else None))
+    model, passes = make_student((1, 2, 4), layers=1, **settings).to(DEVICE), 2 if settings.get("second") else 1
+    sampler = one_step.OneStep(one_step.Config(passes, split=5 if settings.get("regress") else None))
     slow, fast = Engine(model), FAST(model)
     mask = (torch.arange(model.tokens, device=DEVICE) % 5 == 2).expand(4, -1)
     for known in (None, (torch.full((4, model.tokens), 3, device=DEVICE), mask)):

@@ -8,8 +8,11 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight over the last dimension; the statistics are float32 whatever the input's type."""
+    """x / rms(x) * weight over the last dimension, in x's type; the statistics are float32 whatever that is, and under
+    autocast a float32 weight is not rounded either."""
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
-        weight = self.weight if torch.is_autocast_enabled(x.device.type) else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        kind = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            kind = torch.promote_types(kind, self.weight.dtype)
+        return F.rms_norm(x.to(kind), self.normalized_shape, self.weight.to(kind), self.eps).to(x.dtype)
