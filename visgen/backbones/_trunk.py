@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
 from visgen.nn.cache import KVCache
 from visgen.nn.control import at_slots, places
+from visgen.nn.dropout import Dropout
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
@@ -40,6 +42,8 @@ class TrunkConfig:
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
         rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
             its true one: ControlAR's weights of many resolutions have 48.
+        residual: type of the residual sums x where training is under autocast: float32, or autocast's own, which moves
+            half the bytes and rounds each sum; elsewhere they have the weights' type.
     """
 
     layers: Depth = 12
@@ -54,6 +58,7 @@ class TrunkConfig:
     mlp_dropout: Rate = 0.0
     drop_path: Rate = 0.0
     rope_columns: Positive | None = None
+    residual: Literal["float32", "autocast"] = "float32"
 
 
 class Trunk(Backbone):
@@ -72,7 +77,7 @@ class Trunk(Backbone):
         check_head_dim(config.width // config.heads)
         self.register_buffer("coords", self._positions(layout), persistent=False)
         self.add_inputs(vocab)
-        self.dropout = nn.Dropout(config.token_dropout)
+        self.dropout = Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
         self.layers = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
@@ -134,6 +139,8 @@ class Trunk(Backbone):
         rotation = rope_2d(coords, self.width // self.config.heads, self.config.rope_base)
         mask = self.mask(x, pos, cond)
         x = self.dropout(x)
+        if self.config.residual == "autocast" and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         where: list[int] = []
         if control is not None:
             where, control = (
@@ -165,6 +172,14 @@ class Trunk(Backbone):
             present = torch.nn.functional.pad(cond.visible, (0, keys - self.layout.prefix), value=True)
             mask = mask & present.unsqueeze(1) | (query.unsqueeze(-1) == slots)  # a padding slot sees itself
         return mask.unsqueeze(1)
+
+    def fused_pass(self) -> Callable[..., Tensor] | None:
+        """Of students alone, whose tokens are drawn by passes over all slots."""
+        if self.taught is None:
+            return None
+        from visgen.backbones._trunk_fused import FusedTrunk  # needs Triton
+
+        return FusedTrunk(self)
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         heads = self.config.kv_heads or self.config.heads
