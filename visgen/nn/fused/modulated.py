@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from visgen.nn.fused.chain import chained, fetch, follow
-from visgen.nn.fused.linear import FEW, Tile, choose
 from visgen.nn.fused.norm import normalised
+from visgen.nn.fused.tile import FEW, Tile, choose
 
 EPS = 1e-6  # of the head's norms
 
