@@ -22,7 +22,7 @@ from visgen.nn.fused.chain import chained, fetch, follow
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634  # powers of two are what the device computes
-ONCE = tl.constexpr("evict_first")  # a step reads the cache once: what is near for another kernel's sake stays
+ONCE = "evict_first"  # a step reads the cache once: what is near for another kernel's sake stays
 
 
 def decode_attention(
@@ -75,6 +75,7 @@ def decode_attention(
         PADDED=visible is not None,
         NEAR=near,
         AHEAD=near + _fetched(rows * kv_heads),
+        ONCE=ONCE,
         **chained(out.device),
         num_warps=1,
     )
@@ -187,6 +188,7 @@ def _attend(
     STAGES: tl.constexpr,
     NEAR: tl.constexpr,
     AHEAD: tl.constexpr,  # slots that are fetched before the wait, but those that are NEAR
+    ONCE: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -221,8 +223,8 @@ def _attend(
     mixed = tl.zeros([1, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
     turn = tl.arange(0, BS)
     if BUFFERED:
-        past = _cached(keys + base, turn, end, dim, HEAD_DIM)
-        kept = _cached(values + base, turn, end, dim, HEAD_DIM)
+        past = _cached(keys + base, turn, end, dim, HEAD_DIM, ONCE)
+        kept = _cached(values + base, turn, end, dim, HEAD_DIM, ONCE)
     for start in tl.range(0, end, BS, num_stages=STAGES):
         key = start + turn
         seen = (key < end) & (key != slot)
@@ -232,11 +234,11 @@ def _attend(
         if BUFFERED:
             k_now = past.to(tl.float32)  # [BS, BD]
             v_now = kept.to(tl.float32)
-            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM)  # on their way while these are used
-            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM)
+            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM, ONCE)  # on their way while these are used
+            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM, ONCE)
         else:
-            k_now = _cached(keys + base, key, end, dim, HEAD_DIM).to(tl.float32)
-            v_now = _cached(values + base, key, end, dim, HEAD_DIM).to(tl.float32)
+            k_now = _cached(keys + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
+            v_now = _cached(values + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
         score = tl.where(seen[None, :], tl.sum(k_now * q, axis=1)[None, :], float("-inf"))
         top = tl.maximum(best, tl.max(score, axis=1))
         share = tl.exp2(score - top[:, None])  # [1, BS]
@@ -249,7 +251,7 @@ def _attend(
 
 
 @triton.jit
-def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr):
+def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr):
     """cache[key, dim] of a row and head, zero beyond the live slots."""
     here = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
     there = cache + key[:, None] * HEAD_DIM + dim[None, :]
