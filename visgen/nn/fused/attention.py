@@ -22,6 +22,7 @@ from visgen.nn.fused.chain import chained, fetch, follow
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634  # powers of two are what the device computes
+ONCE = "evict_first"  # a step reads the cache once: what is near for another kernel's sake stays
 
 
 def decode_attention(
@@ -34,6 +35,7 @@ def decode_attention(
     reach: Tensor,
     visible: Tensor | None,
     out: Tensor,
+    near: int = 0,
 ) -> Tensor:
     """softmax(q k / sqrt(d)) v over the slots that each new token's slot may see: out [R W, H d].
 
@@ -44,12 +46,13 @@ def decode_attention(
         pos: [B, W] int64 slots of image b, in any order; row r is image r mod B.
         group: [S] int32 visibility group of every slot; reach: [S] int32, one past the last slot that each may see.
         visible: [R, P] uint8, 0 for padding slots of the prefix, or None; a padding slot sees itself.
+        near: first slots of every row and head that kernels before have fetched already.
     """
     rows, kv_heads, slots, d = keys.shape
     check_head_dim(d)
     if pos.shape[1] > 1 or qkv.shape[1] > 3 * kv_heads * d:
         return _decode_window(qkv, rotation, keys, values, pos, group, reach, visible, out)
-    turn, ahead = _turn(rows * kv_heads)
+    turn, ahead, stages = _turn(rows * kv_heads)
     _attend[(rows, kv_heads)](
         qkv,
         rotation,
@@ -68,19 +71,23 @@ def decode_attention(
         BD=triton.next_power_of_2(d),
         BS=turn,
         BUFFERED=ahead,
+        STAGES=stages,
         PADDED=visible is not None,
-        AHEAD=_fetched(rows * kv_heads),
+        NEAR=near,
+        AHEAD=near + _fetched(rows * kv_heads),
+        ONCE=ONCE,
         **chained(out.device),
         num_warps=1,
     )
     return out
 
 
-def _turn(programs: int) -> tuple[int, bool]:
-    """Slots of a turn, and whether the next turn's are loaded meanwhile: the widest of which a multiprocessor (an H100
-    has 132) still holds all its programs."""
+def _turn(programs: int) -> tuple[int, bool, int]:
+    """Slots of a turn, whether the next turn's are loaded to registers meanwhile, and the turns that lie in shared
+    memory or are on their way there (1: none): the widest of which a multiprocessor (an H100 has 132) still holds all
+    its programs."""
     each = triton.cdiv(programs, 132)
-    return (64, False) if each <= 15 else (16, True) if each == 16 else (32, False)
+    return (64, False, 1) if each <= 15 else (16, True, 1) if each == 16 else (32, False, 1)
 
 
 def _fetched(programs: int) -> int:
@@ -178,7 +185,10 @@ def _attend(
     BS: tl.constexpr,
     PADDED: tl.constexpr,
     BUFFERED: tl.constexpr,
-    AHEAD: tl.constexpr,  # slots that are fetched before the wait
+    STAGES: tl.constexpr,
+    NEAR: tl.constexpr,
+    AHEAD: tl.constexpr,  # slots that are fetched before the wait, but those that are NEAR
+    ONCE: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -195,8 +205,8 @@ def _attend(
     base = (row * kv_heads + head).to(tl.int64) * slots * HEAD_DIM
     end = tl.load(reach + slot)
     one = tl.arange(0, 1)
-    fetch(keys + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
-    fetch(values + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    fetch(keys + base, one, 1, NEAR * HEAD_DIM, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    fetch(values + base, one, 1, NEAR * HEAD_DIM, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
     follow(CHAIN)
     new = qkv + row * 3 * kv_heads * HEAD_DIM
     q = tl.load(new + head * HEAD_DIM + dim[None, :], mask=real[None, :], other=0.0)
@@ -213,9 +223,9 @@ def _attend(
     mixed = tl.zeros([1, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
     turn = tl.arange(0, BS)
     if BUFFERED:
-        past = _cached(keys + base, turn, end, dim, HEAD_DIM)
-        kept = _cached(values + base, turn, end, dim, HEAD_DIM)
-    for start in range(0, end, BS):
+        past = _cached(keys + base, turn, end, dim, HEAD_DIM, ONCE)
+        kept = _cached(values + base, turn, end, dim, HEAD_DIM, ONCE)
+    for start in tl.range(0, end, BS, num_stages=STAGES):
         key = start + turn
         seen = (key < end) & (key != slot)
         seen = seen & (tl.load(group + key, mask=seen, other=2147483647) <= mine)
@@ -224,11 +234,11 @@ def _attend(
         if BUFFERED:
             k_now = past.to(tl.float32)  # [BS, BD]
             v_now = kept.to(tl.float32)
-            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM)  # on their way while these are used
-            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM)
+            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM, ONCE)  # on their way while these are used
+            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM, ONCE)
         else:
-            k_now = _cached(keys + base, key, end, dim, HEAD_DIM).to(tl.float32)
-            v_now = _cached(values + base, key, end, dim, HEAD_DIM).to(tl.float32)
+            k_now = _cached(keys + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
+            v_now = _cached(values + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
         score = tl.where(seen[None, :], tl.sum(k_now * q, axis=1)[None, :], float("-inf"))
         top = tl.maximum(best, tl.max(score, axis=1))
         share = tl.exp2(score - top[:, None])  # [1, BS]
@@ -241,10 +251,11 @@ def _attend(
 
 
 @triton.jit
-def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr):
+def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr):
     """cache[key, dim] of a row and head, zero beyond the live slots."""
     here = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
-    return tl.load(cache + key[:, None] * HEAD_DIM + dim[None, :], mask=here, other=0.0)
+    there = cache + key[:, None] * HEAD_DIM + dim[None, :]
+    return tl.load(there, mask=here, other=0.0, eviction_policy=ONCE)
 
 
 @triton.jit
