@@ -88,13 +88,13 @@ def test_codes_that_are_too_wide_are_left_to_the_chunks() -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the choice is the GPU's")
 def test_a_gpu_takes_the_kernel() -> None:
-    x, t, logp, codes = case(64, 16384, 8)
+    x, t, logp, codes = case(512, 16384, 8)
     assert torch.equal(posterior(x, t, logp, codes).mean, posterior(x, t, logp, codes, fused=True).mean)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     posterior(x, t, logp, codes)
     extra = torch.cuda.max_memory_allocated() - before
-    assert extra < logp.numel() * 4, "nothing of the size of log p"
+    assert extra < logp.numel() * 4 / 2, "nothing of the size of log p"
 
 
 def test_codes_of_any_scale() -> None:
