@@ -9,7 +9,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ class TrunkConfig:
         drop_path: stochastic depth, rising linearly from 0 to this over the layers.
         rope_columns: give token k the position (k // rope_columns, k mod rope_columns), whatever the grid, instead of
             its true one: ControlAR's weights of many resolutions have 48.
-        residual: type of the residual sums x where training is under autocast: float32, or autocast's own, which moves
-            half the bytes and rounds each sum; elsewhere they have the weights' type.
     """
 
     layers: Depth = 12
@@ -58,7 +56,6 @@ class TrunkConfig:
     mlp_dropout: Rate = 0.0
     drop_path: Rate = 0.0
     rope_columns: Positive | None = None
-    residual: Literal["float32", "autocast"] = "float32"
 
 
 class Trunk(Backbone):
@@ -139,8 +136,6 @@ class Trunk(Backbone):
         rotation = rope_2d(coords, self.width // self.config.heads, self.config.rope_base)
         mask = self.mask(x, pos, cond)
         x = self.dropout(x)
-        if self.config.residual == "autocast" and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         where: list[int] = []
         if control is not None:
             where, control = (

@@ -62,16 +62,9 @@ def test_described_operands_give_the_same(residual: bool, up: bool) -> None:
         given, space = case(*size, HALF), linear.Workspace(DEVICE)
         options = {name: given[name] for name, wanted in (("residual", residual), ("up", up)) if wanted}
         tile = linear.Tile(64, 32, 64, 1, 4, 3, described=True)
-        for later in (None, cache_to_come()):
-            found = linear.linear(given["x"], given["weight"], space, tile=tile, later=later, **options)
-            wanted = eager(given, False, up, residual)
-            assert (found.float() - wanted).abs().max() <= TOLERANCE[HALF] * wanted.abs().max(), size
-
-
-def cache_to_come() -> linear.Later:
-    keys, values = torch.zeros(2, 6, 2, 9, 16, dtype=HALF, device=DEVICE).unbind()
-    pos, reach = torch.full((3, 1), 5, device=DEVICE), torch.arange(1, 10, device=DEVICE).int()
-    return linear.Later(keys, values, pos, reach, 2, 8)
+        found = linear.linear(given["x"], given["weight"], space, tile=tile, **options)
+        wanted = eager(given, False, up, residual)
+        assert (found.float() - wanted).abs().max() <= TOLERANCE[HALF] * wanted.abs().max(), size
 
 
 def test_operands_are_described_where_that_measured_faster() -> None:
@@ -87,6 +80,13 @@ def test_operands_are_described_where_that_measured_faster() -> None:
     for given, aligned in ((x, True), (x[:, :1276].contiguous(), False), (x.flatten()[1:1281].view(1, -1), False)):
         assert linear.describable(given, x) == (hopper and aligned)
     assert not linear.describable(x.float(), x.float())
+
+
+def test_few_rows_of_wide_models_split_long_sums_and_norm_beforehand() -> None:
+    for (n, k), split in {(1024, 1024): 4, (1024, 2736): 8, (16384, 1024): 1, (192, 512): 1}.items():
+        assert linear.choose(16, n, k, norm=False, gate=False).split == split, (n, k)
+    assert linear.with_norm(2, 1024) and linear.with_norm(16, 192)
+    assert not linear.with_norm(16, 1024) and not linear.with_norm(17, 192)
 
 
 def test_more_rows_take_wider_tiles_once_they_fill_the_device() -> None:

@@ -22,7 +22,6 @@ from visgen.nn.fused.chain import chained, fetch, follow
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634  # powers of two are what the device computes
-ONCE = "evict_first"  # a step reads the cache once: what is near for another kernel's sake stays
 
 
 def decode_attention(
@@ -35,7 +34,6 @@ def decode_attention(
     reach: Tensor,
     visible: Tensor | None,
     out: Tensor,
-    near: int = 0,
 ) -> Tensor:
     """softmax(q k / sqrt(d)) v over the slots that each new token's slot may see: out [R W, H d].
 
@@ -46,13 +44,12 @@ def decode_attention(
         pos: [B, W] int64 slots of image b, in any order; row r is image r mod B.
         group: [S] int32 visibility group of every slot; reach: [S] int32, one past the last slot that each may see.
         visible: [R, P] uint8, 0 for padding slots of the prefix, or None; a padding slot sees itself.
-        near: first slots of every row and head that kernels before have fetched already.
     """
     rows, kv_heads, slots, d = keys.shape
     check_head_dim(d)
     if pos.shape[1] > 1 or qkv.shape[1] > 3 * kv_heads * d:
         return _decode_window(qkv, rotation, keys, values, pos, group, reach, visible, out)
-    turn, ahead, stages = _turn(rows * kv_heads)
+    turn, ahead = _turn(rows * kv_heads)
     _attend[(rows, kv_heads)](
         qkv,
         rotation,
@@ -71,28 +68,24 @@ def decode_attention(
         BD=triton.next_power_of_2(d),
         BS=turn,
         BUFFERED=ahead,
-        STAGES=stages,
         PADDED=visible is not None,
-        NEAR=near,
-        AHEAD=near + _fetched(rows * kv_heads),
-        ONCE=ONCE,
+        AHEAD=_fetched(rows * kv_heads),
         **chained(out.device),
         num_warps=1,
     )
     return out
 
 
-def _turn(programs: int) -> tuple[int, bool, int]:
-    """Slots of a turn, whether the next turn's are loaded to registers meanwhile, and the turns that lie in shared
-    memory or are on their way there (1: none): the widest of which a multiprocessor (an H100 has 132) still holds all
-    its programs."""
+def _turn(programs: int) -> tuple[int, bool]:
+    """Slots of a turn, and whether the next turn's are loaded meanwhile: the widest of which a multiprocessor (an H100
+    has 132) still holds all its programs."""
     each = triton.cdiv(programs, 132)
-    return (64, False, 1) if each <= 15 else (16, True, 1) if each == 16 else (32, False, 1)
+    return (64, False) if each <= 15 else (16, True) if each == 16 else (32, False)
 
 
 def _fetched(programs: int) -> int:
     """Slots that a program fetches before the wait: all, or few where many programs share the cache."""
-    return 64 if programs >= 512 else 1 << 16
+    return 32 if programs >= 512 else 1 << 16
 
 
 def _decode_window(
@@ -185,10 +178,7 @@ def _attend(
     BS: tl.constexpr,
     PADDED: tl.constexpr,
     BUFFERED: tl.constexpr,
-    STAGES: tl.constexpr,
-    NEAR: tl.constexpr,
-    AHEAD: tl.constexpr,  # slots that are fetched before the wait, but those that are NEAR
-    ONCE: tl.constexpr,
+    AHEAD: tl.constexpr,  # slots that are fetched before the wait
     CHAIN: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -205,8 +195,8 @@ def _attend(
     base = (row * kv_heads + head).to(tl.int64) * slots * HEAD_DIM
     end = tl.load(reach + slot)
     one = tl.arange(0, 1)
-    fetch(keys + base, one, 1, NEAR * HEAD_DIM, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
-    fetch(values + base, one, 1, NEAR * HEAD_DIM, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    fetch(keys + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
+    fetch(values + base, one, 1, 0, min(end, AHEAD) * HEAD_DIM, 0, CHAIN)
     follow(CHAIN)
     new = qkv + row * 3 * kv_heads * HEAD_DIM
     q = tl.load(new + head * HEAD_DIM + dim[None, :], mask=real[None, :], other=0.0)
@@ -223,9 +213,9 @@ def _attend(
     mixed = tl.zeros([1, BD], dtype=tl.float32) + v.to(tl.float32)[None, :]
     turn = tl.arange(0, BS)
     if BUFFERED:
-        past = _cached(keys + base, turn, end, dim, HEAD_DIM, ONCE)
-        kept = _cached(values + base, turn, end, dim, HEAD_DIM, ONCE)
-    for start in tl.range(0, end, BS, num_stages=STAGES):
+        past = _cached(keys + base, turn, end, dim, HEAD_DIM)
+        kept = _cached(values + base, turn, end, dim, HEAD_DIM)
+    for start in range(0, end, BS):
         key = start + turn
         seen = (key < end) & (key != slot)
         seen = seen & (tl.load(group + key, mask=seen, other=2147483647) <= mine)
@@ -234,11 +224,11 @@ def _attend(
         if BUFFERED:
             k_now = past.to(tl.float32)  # [BS, BD]
             v_now = kept.to(tl.float32)
-            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM, ONCE)  # on their way while these are used
-            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM, ONCE)
+            past = _cached(keys + base, key + BS, end, dim, HEAD_DIM)  # on their way while these are used
+            kept = _cached(values + base, key + BS, end, dim, HEAD_DIM)
         else:
-            k_now = _cached(keys + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
-            v_now = _cached(values + base, key, end, dim, HEAD_DIM, ONCE).to(tl.float32)
+            k_now = _cached(keys + base, key, end, dim, HEAD_DIM).to(tl.float32)
+            v_now = _cached(values + base, key, end, dim, HEAD_DIM).to(tl.float32)
         score = tl.where(seen[None, :], tl.sum(k_now * q, axis=1)[None, :], float("-inf"))
         top = tl.maximum(best, tl.max(score, axis=1))
         share = tl.exp2(score - top[:, None])  # [1, BS]
@@ -251,11 +241,11 @@ def _attend(
 
 
 @triton.jit
-def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr):
+def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr):
     """cache[key, dim] of a row and head, zero beyond the live slots."""
     here = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
     there = cache + key[:, None] * HEAD_DIM + dim[None, :]
-    return tl.load(there, mask=here, other=0.0, eviction_policy=ONCE)
+    return tl.load(there, mask=here, other=0.0, eviction_policy="evict_first")  # a step reads it once
 
 
 @triton.jit

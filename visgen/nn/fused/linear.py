@@ -2,12 +2,12 @@
 
     out = residual + act(x̂ Wᵀ),   x̂ = x or rms_norm(x),   act(a) = a or silu(a) * (x̂ Uᵀ)
 
-For few rows the norm costs nothing: 1 / rms is a factor of a whole row, so it is applied to the product, and squares
-are summed while x passes by. Two rows (a batch of one with its null branch) are multiplied without matrix units, for
-then each program only has to stream its share of the weights. Where the output has too few tiles to fill the device,
-the inner dimension is split; the program that comes last adds the parts in a fixed order, so results do not vary
-between runs. From Hopper on, a batch of many images loads its operands by tensor descriptors: no address is computed,
-and what is under way takes no registers.
+For two rows, or few of a narrow model, the norm costs nothing: 1 / rms is a factor of a whole row, so it is applied to
+the product, and squares are summed while x passes by. Two rows (a batch of one with its null branch) are multiplied
+without matrix units, for then each program only has to stream its share of the weights. Where the output has too few
+tiles to fill the device, the inner dimension is split; the program that comes last adds the parts in a fixed order, so
+results do not vary between runs. From Hopper on, a batch of many images loads its operands by tensor descriptors: no
+address is computed, and what is under way takes no registers.
 The eager twins are `nn.Linear`, `RMSNorm` and `SwiGLU`.
 """
 
@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visgen.nn.fused.chain import chained, fetch, follow
-from visgen.nn.fused.described import Later, describable, product
-from visgen.nn.fused.tile import FEW, Tile, choose
+from visgen.nn.fused.described import describable, product
+from visgen.nn.fused.tile import Tile, choose, with_norm
 
 
 class Workspace:
@@ -42,7 +42,6 @@ def linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     tile: Tile | None = None,
-    later: Later | None = None,
 ) -> Tensor:
     """out [M, N] in x's type; accumulated in float32.
 
@@ -51,17 +50,16 @@ def linear(
         weight: [N, K], the layer's; up: [N, K], SwiGLU's second matrix.
         gain: [K], of the RMS norm before it; eps its epsilon.
         residual: [M, N], added last; may be `out` itself.
-        later: fetched by a described product.
     """
     m, k = x.shape
     n = weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
     exact = x.dtype == torch.float32
-    if gain is not None and m > FEW:
+    if gain is not None and not with_norm(m, k):
         x, gain = rms_norm(x, gain, eps), None
     tile = tile or choose(m, n, k, gain is not None, up is not None, exact, describable(x, weight))
     if tile.described:
-        return product(x, weight, up, residual, out, tile, later)
+        return product(x, weight, up, residual, out, tile)
     grid = (triton.cdiv(n, tile.n), triton.cdiv(m, tile.m), tile.split)
     if tile.split > 1 and (grid[0] * grid[1] * tile.split * tile.m * tile.n > workspace.parts.numel()):
         raise ValueError(f"tile {tile} of [{m}, {k}] x [{n}, {k}] does not fit the workspace")
@@ -92,12 +90,6 @@ def linear(
         num_stages=tile.stages,
     )
     return out
-
-
-def fetches(x: Tensor, weight: Tensor, gate: bool) -> bool:
-    """Whether the product of rows x with `weight`, without a norm, fetches what comes `later`."""
-    (m, k), n = x.shape, weight.shape[0]
-    return choose(m, n, k, False, gate, x.dtype == torch.float32, describable(x, weight)).described
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -131,8 +131,8 @@ def tile_of(m: int, n: int, k: int, exact: bool, described: bool = False) -> Til
     if described and m >= 128:
         if m <= 128:
             return Tile(64, 32, 128, 1, 4, 4, True)
-        wide = triton.cdiv(m, 128) * triton.cdiv(n, 64) >= 112  # programs; an H100 has 132 multiprocessors
-        return Tile(128, 64, 64, 1, 4, 4, True) if wide else Tile(64, 64, 128, 1, 4, 4, True)
+        fits = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 132  # programs; an H100 has so many multiprocessors
+        return Tile(64, 64, 128, 1, 4, 4, True) if fits else Tile(128, 64, 64, 1, 4, 4, True)
     return choose(m, n, k, norm=True, gate=False) if m <= 128 else Tile(64, 64, 64, 1, 4, 4)
 
 

@@ -1,4 +1,4 @@
-"""How the products of `linear.py` and `modulated.py` are cut; sizes as they measured best on an H100."""
+"""How the products of `linear.py` and `modulated.py` are cut; sizes as they measured best on an H100 or H200."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-FEW = 16  # rows up to which the norm is taken along: beyond, a product runs faster on ready operands
+FEW = 16  # rows that one tile of matrix units holds
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class Tile:
     described: bool = False
 
 
+def with_norm(m: int, k: int) -> bool:
+    """Whether a product of [M, K] takes its RMS norm along: where the matrix units need no second turn to K's end, a
+    product otherwise runs faster on ready operands."""
+    return m <= 2 or (m <= FEW and k <= 256)
+
+
 def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False, described: bool = False) -> Tile:
     """The tile of [M, K] x [N, K], after a norm, with a gate, in float32 (`exact`); `described`: operands can be."""
     if m <= 2:
@@ -33,14 +39,14 @@ def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False, 
         turn = 256 if k < 1024 else 512
         return Tile(2, 1024 // turn if gate else 8, turn, 1, 2, 1)
     if exact:  # no matrix units
-        return Tile(16 if m <= 16 else 64, 32, 32, 1, 4, 2)
+        return Tile(16 if m <= FEW else 64, 32, 32, 1, 4, 2)
     if described and not norm and 64 < m <= 128:
         found = _choose_described(n, k, gate)
         if found is not None:
             return found
-    if m <= 16:
-        wide = Tile(16, 16, 256, 1, 4, 4)
-    elif m <= 128 and gate:
+    if m <= FEW:
+        return _choose_few(n, k, norm, gate)
+    if m <= 128 and gate:
         wide = Tile(64, 32, 128, 1, 4, 4) if n < 2816 else Tile(64, 64, 64, 1, 4, 4 if n < 3072 else 5)
     elif m <= 128 and k >= 3072 and n < 2048:  # few outputs of a long inner dimension
         wide = Tile(64, 64, 128, 1, 4, 4)
@@ -53,6 +59,16 @@ def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False, 
     programs = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
     split = 1 if norm or gate else max(1, min(8, 128 // programs, k // 1024))
     return Tile(wide.m, wide.n, wide.k, split, wide.warps, wide.stages)
+
+
+def _choose_few(n: int, k: int, norm: bool, gate: bool) -> Tile:
+    """The tile of a product of 3 to 16 rows: of wide models, in as many programs as two for each multiprocessor."""
+    if k < 768:
+        return Tile(16, 16, 256, 1, 4, 4)
+    if gate:
+        return Tile(16, 32, 256, 1, 4, 3)
+    split = 1 if norm else max(1, min(8, 256 // triton.cdiv(n, 32), k // 256))
+    return Tile(16, 32, 128, split, 4, 4)
 
 
 def _choose_described(n: int, k: int, gate: bool) -> Tile | None:
