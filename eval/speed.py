@@ -1,7 +1,9 @@
-"""How fast a model decodes, against the time in which its memory could be read.
+"""How fast a model decodes, against the time in which its memory could be read; a student, which reads the whole
+sequence at once, also against the rate of a matrix product.
 
 python eval/speed.py --config configs/imagenet256/ar_l.yaml --batches 1 64 --guidance.scale 2
 python eval/speed.py --checkpoint assets/fashion32 --batches 1 16
+python eval/speed.py --config configs/imagenet256/dd1_l.yaml --sampler.kind one_step --batches 1 8 64
 python eval/speed.py --config configs/imagenet256/mar_b.yaml --sampler.kind masked --guidance.scale 2.9
 """
 
@@ -72,11 +74,13 @@ def main() -> None:
             "eval/speed.py decodes class-conditional models, this one is told something else; time it by sample.py"
         )
     copy = speed.bandwidth(device)
+    whole = bool(configs.implementation(settings.sampler).whole)  # type: ignore[attr-defined]
+    product = speed.matmul_rate(device, dtype) if whole else None
     rows = []
     for batch in settings.batches:
         given = (settings.sampler, settings.guidance, settings.warp)
         kernels: list[str] | None = [] if settings.profile else None
-        options: dict[str, Any] = {"batches": settings.images, "control": settings.control}
+        options: dict[str, Any] = {"batches": settings.images, "control": settings.control, "product": product}
         try:
             rows.append(
                 speed.measure(model, settings.engine, *given, batch, copy, settings.repeats, kernels, **options)
@@ -95,12 +99,15 @@ def main() -> None:
         "engine": settings.engine.kind_on(device),
         "precision": str(dtype).removeprefix("torch."),
         "copy_bytes_per_s": copy,
+        "matmul_flops_per_s": product,
         "command": shlex.join(["python", *sys.argv]),
         **environment(),
     }
     text = (
         f"{facts['model']} ({facts['parameters']:,} parameters, {weights} weights), {facts['engine']}, "
-        f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s\n\n"
+        f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s"
+        + ("" if product is None else f", matrix product {product / 1e12:.4g} TFLOP/s")
+        + f"\n\n"
         f"{speed.table(rows)}\n"
         + "".join(f"\nbatch {row.batch}: {json.dumps(row.notes)}\n" for row in rows if row.notes)
     )

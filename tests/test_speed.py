@@ -140,3 +140,36 @@ def test_models_of_vectors_are_timed_against_their_weights(
     rest = sum(p.numel() for p in model.parameters()) * 4 - head
     assert found.nfe == iterations and found.notes == {"head_steps": 3 * iterations}
     assert found.floor == pytest.approx(iterations * (rest + 3 * head) / 1e9)
+
+
+def test_the_work_of_a_pass_by_hand(make_student: MakeModel, make_model: MakeModel) -> None:
+    layer = 2 * (4 * 32 * 32 + 3 * 32 * 96)  # operations of a slot; hidden width 2/3 of 4 * 32, rounded up to 16
+    for model, slots, inputs in ((make_student(), 17, 3 * 32), (make_model(), 16, 0)):
+        attention = 2 * 2 * 2 * 32 * sum(range(1, slots + 1))  # QK and AV, in 2 layers
+        assert speed.pass_work(model) == (2 * layer + 2 * inputs) * slots + 2 * 32 * 16 * 16 + attention
+
+
+def test_a_student_is_held_against_a_product(make_student: MakeModel) -> None:
+    model, settings = make_student(second=6), (EngineConfig(device="cpu"), Guidance(), Warp())
+    for passes in (1, 2):
+        sampler = plugin_config("visgen.samplers", "one_step", passes=passes)
+        found = speed.measure(model, settings[0], sampler, *settings[1:], 2, 1e9, repeats=1, product=1e9)
+        assert found.rate == pytest.approx(passes * 2 * speed.pass_work(model) / found.seconds)
+        assert found.share == pytest.approx(found.rate / 1e9)
+        assert f"| {found.share:.1%} |" in speed.table([found])
+    plain = speed.measure(model, settings[0], sampler, *settings[1:], 2, 1e9, repeats=1)
+    assert plain.share is None and plain.rate is None
+
+
+def test_the_program_measures_a_product_for_a_student_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(speed, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(speed, "matmul_rate", lambda device, dtype: 5e12)
+    flags = ["--batches", "2", "--repeats", "1", "--engine.device", "cpu", "--out", str(tmp_path)]
+    for name, kind, product in (("dd2", "one_step", 5e12), ("next_token", "ar", None)):
+        words = ["--config", f"configs/debug/{name}.yaml", "--sampler.kind", kind, *flags]
+        monkeypatch.setattr(sys, "argv", ["speed.py", *words])
+        program("speed").main()
+        found = json.loads((tmp_path / "speed.json").read_text())
+        assert found["matmul_flops_per_s"] == product and (found["rows"][0]["share"] is None) == (product is None)
+        assert ("matrix product 5 TFLOP/s" in (tmp_path / "speed.md").read_text()) == (product is not None)

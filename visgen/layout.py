@@ -7,7 +7,7 @@ full attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Layout:
     block: int = 1
     grid: Grid = (0, 0, 0)
     noised: Tensor | None = None
+    _on: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def slots(self) -> int:
@@ -99,13 +100,18 @@ class Layout:
         group = torch.cat([torch.arange(-prefix, 0), self.group])
         return Layout(coords, group, prefix, self.block, self.grid)
 
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """`group` and `noised` there, copied once: a step that is being captured may not copy from the host."""
+        if device not in self._on:
+            self._on[device] = self.group.to(device), None if self.noised is None else self.noised.to(device)
+        return self._on[device]
+
     def visible(self, query: Tensor, key: Tensor | None = None) -> Tensor:
         """Slots query [..., W] (and key [K], default all S) -> bool [..., W, K]: may the query attend to the key?"""
-        group = self.group.to(query.device)
+        group, noised = self.on(query.device)
         keys = group if key is None else group[key]
-        if self.noised is None:
+        if noised is None:
             return keys <= group[query].unsqueeze(-1)
-        noised = self.noised.to(query.device)
         copies = noised if key is None else noised[key]
         return seen(group[query].unsqueeze(-1), noised[query].unsqueeze(-1), keys, copies)
 

@@ -1,7 +1,9 @@
-"""How fast an engine decodes, against what its memory allows.
+"""How fast an engine decodes, against what its memory allows, or its arithmetic.
 
 The floor of a decode is the time in which the device copies the bytes that every step must read once: all weights, and
-the live part of the cache. Its bandwidth is measured in the same process, by a large device-to-device copy.
+the live part of the cache. Its bandwidth is measured in the same process, by a large device-to-device copy. A student
+reads its weights once for all tokens, so bytes are no floor; it is held against the rate of a matrix product, measured
+in the same process too.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visgen import config as configs
 from visgen.decode.engine import Generation
@@ -40,6 +42,7 @@ class Speed:
             for the weights that the decode reads; fraction: floor / seconds.
         peak_bytes: most that the allocator held during decodes, weights included; None off CUDA.
         over: peak_bytes over weights and cache.
+        rate: operations a second of a student's passes (`pass_work`); share: of a matrix product's; None of others.
         notes: what the sampler chose or counted in the last decode.
     """
 
@@ -56,6 +59,8 @@ class Speed:
     fraction: float
     peak_bytes: int | None
     over: float | None
+    rate: float | None
+    share: float | None
     notes: dict[str, Any]
 
 
@@ -81,6 +86,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, side: int | None = Non
         with watch.lap():
             torch.mm(a, b)
     return 2 * side**3 / min(seconds for seconds, _ in watch.counted)
+
+
+def products_of(module: nn.Module) -> int:
+    """Weights of a module's matrix products."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def pass_work(model: Any) -> float:
+    """Operations of one pass of a causal transformer over all slots of an image, its head included: products of the
+    linear maps, and of queries with the keys that they may see. A multiplication with its addition are two."""
+    config, slots = model.config.backbone, model.condition.prefix + model.tokens - model.backbone.shift
+    products = products_of(model.backbone) * slots + products_of(model.head) * model.tokens
+    return 2 * products + 4 * config.width * config.layers * slots * (slots + 1) / 2
 
 
 def randomize(model: Model, rng: torch.Generator | None = None) -> None:
@@ -142,6 +160,7 @@ def measure(
     kernels: list[str] | None = None,
     batches: int = 1,
     control: bool = True,
+    product: float | None = None,
 ) -> Speed:
     """Decodes `batches` times `batch` images, `repeats` times after a first one.
 
@@ -150,6 +169,7 @@ def measure(
         copy: bytes a second, of `bandwidth`.
         kernels: gets a table of the kernels of one more decode.
         control: decode a model that has a control under a map.
+        product: operations a second, of `matmul_rate`; asked for by samplers that read the whole sequence at once.
     """
     device = model.parameter_device()
     if device.type == "cuda":
@@ -174,7 +194,7 @@ def measure(
     most = peak(device)
     if kernels is not None:
         kernels.append(_kernels(lambda: decode(0), device))
-    return _summed(model, laps, first, begin, most, batch, guidance.branches, copy)
+    return _summed(model, laps, first, begin, most, batch, guidance.branches, copy, product)
 
 
 def _asked(model: Model, images: int, batch: int, control: bool) -> dict[str, Tensor]:
@@ -196,12 +216,16 @@ def _summed(
     batch: int,
     branches: int,
     copy: float,
+    product: float | None,
 ) -> Speed:
-    """What the decodes `laps` say, beside the floor at a bandwidth of `copy`."""
+    """What the decodes `laps` say, beside the floor at a bandwidth of `copy`, and the rate of a `product`."""
     images, rows = len(laps[0].tokens), batch * branches
     seconds, nfe = statistics.median(lap.seconds for lap in laps), statistics.mean(lap.nfe for lap in laps)
     read = walked_bytes(model, nfe, laps[-1].notes.get("head_steps")) if model.continuous else floor_bytes(model, rows)
     floor = read / copy * images / batch
+    rate = None
+    if product is not None and not laps[-1].notes.get("teacher_evaluations"):
+        rate = pass_work(model) * nfe * images / seconds
     held = sum(p.numel() * p.element_size() for p in model.parameters()) + cache_bytes(model, rows)
     return Speed(
         batch=batch,
@@ -217,6 +241,8 @@ def _summed(
         fraction=floor / seconds,
         peak_bytes=most,
         over=None if most is None else most / held - 1,
+        rate=rate,
+        share=None if rate is None or product is None else rate / product,
         notes=laps[-1].notes,
     )
 
@@ -224,16 +250,17 @@ def _summed(
 def table(rows: list[Speed]) -> str:
     """Markdown."""
     out = [
-        "| batch | images | s | images/s | ms/step | NFE | an image | floor s | fraction | peak MiB | over | first s | "
-        "begin s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| batch | images | s | images/s | ms/step | NFE | an image | floor s | fraction | TFLOP/s | of a product | "
+        "peak MiB | over | first s | begin s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         peak, over = ("", "") if r.peak_bytes is None else (f"{r.peak_bytes / 2**20:.0f}", f"{r.over:.1%}")
+        rate, share = ("", "") if r.rate is None else (f"{r.rate / 1e12:.4g}", f"{r.share:.1%}")
         out.append(
             f"| {r.batch} | {r.images} | {r.seconds:.4f} | {r.images_per_s:.1f} | {r.ms_per_step:.3f} | {r.nfe:g} | "
             f"{r.nfe_per_image:.1f} | {r.floor:.4f} | "
-            f"{r.fraction:.1%} | {peak} | {over} | {r.first:.1f} | {r.begin:.4f} |"
+            f"{r.fraction:.1%} | {rate} | {share} | {peak} | {over} | {r.first:.1f} | {r.begin:.4f} |"
         )
     return "\n".join(out)
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from visgen.checks import UserError
+from visgen.conditions import Prefix
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.model import Model
-from visgen.samplers import Sampler, sjd
+from visgen.samplers import Sampler, one_step, sjd
 from visgen.samplers.ar import AR, Config
 from visgen.sampling import EngineConfig
 
@@ -84,6 +85,38 @@ def test_wide_windows_give_the_same_tokens_too(make_model: MakeModel, guidance: 
         wanted = decoded(slow, torch.arange(4), known=given, sampler=sampler)
         assert len(wanted.unique()) > 2
         assert torch.equal(decoded(fast, torch.arange(4), known=given, sampler=sampler), wanted)
+
+
+@pytest.mark.parametrize("settings", [{"kv_heads": 2}, {"second": 3, "regress": True}], ids=str)
+def test_students_pass_over_all_slots_gives_the_same_tokens(make_student: MakeModel, settings: dict[str, Any]) -> None:
+    model, passes = make_student((1, 2, 4), layers=1, **settings).to(DEVICE), 2 if settings.get("second") else 1
+    sampler = one_step.OneStep(one_step.Config(passes, split=5 if settings.get("regress") else None))
+    slow, fast = Engine(model), FAST(model)
+    mask = (torch.arange(model.tokens, device=DEVICE) % 5 == 2).expand(4, -1)
+    for known in (None, (torch.full((4, model.tokens), 3, device=DEVICE), mask)):
+        for first in (0, 40):  # the second batch runs in the buffers of the first
+            seeds = torch.arange(first, first + 4)
+            wanted = decoded(slow, seeds, known=known, sampler=sampler)
+            assert len(wanted.unique()) > 2
+            assert torch.equal(decoded(fast, seeds, known=known, sampler=sampler), wanted)
+
+
+def test_a_pass_over_all_slots_is_the_trunks(make_student: MakeModel) -> None:
+    """Under a prefix that is padded, and a control; not only its likeliest tokens."""
+    model = make_student().to(DEVICE)
+    backbone, rng = model.backbone, torch.Generator().manual_seed(0)
+    noise, added = (torch.randn(s, generator=rng).to(DEVICE) for s in ((3, 16, 3), (2, 3, 16, 32)))
+    level = (torch.arange(48, device=DEVICE).view(3, 16) % 3).float()
+    with torch.inference_mode():
+        vectors = model.condition({"label": LABELS[:3]}).vectors
+        for visible in (None, torch.tensor([[True], [False], [True]], device=DEVICE)):
+            for control in (None, added):
+                given: Any = {"cond": Prefix(vectors, visible), "level": level, "control": control}
+                wanted = backbone(noise, None, **given)
+                assert torch.allclose(backbone.fused_pass()(noise, None, **given), wanted, atol=2e-5), (
+                    visible,
+                    control,
+                )
 
 
 def test_auto_is_eager_without_a_gpu_and_captured_is_refused(make_model: MakeModel) -> None:

@@ -33,3 +33,13 @@ def test_the_weight_starts_at_one_and_scale_does_not_matter() -> None:
     norm, x = RMSNorm(16, eps=1e-12), torch.randn(3, 16)
     assert torch.allclose(norm(x), norm(100 * x), atol=1e-5)
     assert torch.allclose(norm(x).pow(2).mean(-1), torch.ones(3), atol=1e-5)
+
+
+def test_autocast_rounds_the_result_alone() -> None:
+    torch.manual_seed(0)
+    norm, x = RMSNorm(32, eps=1e-5), torch.randn(4, 32).bfloat16()
+    torch.nn.init.normal_(norm.weight, mean=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = norm(x)
+    assert torch.equal(found, reference.rms_norm(x.float(), norm.weight.detach(), 1e-5).bfloat16())
+    assert not torch.equal(found, norm(x)), "without it the weight has the input's type"

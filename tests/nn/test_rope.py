@@ -24,6 +24,19 @@ def test_agrees_with_complex_multiplication(head_dim: int, base: float) -> None:
                 assert torch.allclose(found[b, h, slot], torch.tensor(twin), atol=1e-5), (slot, b, h)
 
 
+def test_turns_as_its_formula_to_the_last_bit_and_backwards_too() -> None:
+    torch.manual_seed(0)
+    table = rope_2d(Layout.raster((1, 3, 5)).coords, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, pull = (torch.randn(2, 3, 15, 16).to(dtype).requires_grad_() for _ in range(2))
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = table[None, None].unbind(-1)
+        wanted = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(dtype)
+        found = rotate(x, table.unsqueeze(0))
+        assert torch.equal(found, wanted)
+        assert torch.equal(*(torch.autograd.grad(y, x, pull)[0] for y in (found, wanted)))
+
+
 def test_prefix_slots_become_the_zero_vector_and_the_first_cell_stays() -> None:
     layout = Layout.raster((1, 2, 2)).with_prefix(1)
     x = torch.ones(1, 1, layout.slots, 8)

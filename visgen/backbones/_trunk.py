@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from visgen.layout import Layout
 from visgen.nn.attention import Attention, check_heads
 from visgen.nn.cache import KVCache
 from visgen.nn.control import at_slots, places
+from visgen.nn.dropout import Dropout
 from visgen.nn.mlp import DropPath, SwiGLU
 from visgen.nn.norm import RMSNorm
 from visgen.nn.rope import check_head_dim, rope_2d
@@ -72,7 +74,7 @@ class Trunk(Backbone):
         check_head_dim(config.width // config.heads)
         self.register_buffer("coords", self._positions(layout), persistent=False)
         self.add_inputs(vocab)
-        self.dropout = nn.Dropout(config.token_dropout)
+        self.dropout = Dropout(config.token_dropout)
         rates = torch.linspace(0, config.drop_path, config.layers, device="cpu").tolist()
         self.layers = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
@@ -165,6 +167,14 @@ class Trunk(Backbone):
             present = torch.nn.functional.pad(cond.visible, (0, keys - self.layout.prefix), value=True)
             mask = mask & present.unsqueeze(1) | (query.unsqueeze(-1) == slots)  # a padding slot sees itself
         return mask.unsqueeze(1)
+
+    def fused_pass(self) -> Callable[..., Tensor] | None:
+        """Of students alone, whose tokens are drawn by passes over all slots."""
+        if self.taught is None:
+            return None
+        from visgen.backbones._trunk_fused import FusedTrunk  # needs Triton
+
+        return FusedTrunk(self)
 
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:
         heads = self.config.kv_heads or self.config.heads

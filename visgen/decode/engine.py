@@ -216,12 +216,12 @@ class Engine:
         """
         assert self._cond is not None, "Engine.begin comes first"
         backbone, head = self.model.backbone, self.model.head
-        h = backbone(values.to(self.dtype), None, cond=self._cond, level=level, control=self._control)
+        h = self.whole_pass(values.to(self.dtype), None, cond=self._cond, level=level, control=self._control)
         h = h[:, self.model.condition.prefix - backbone.shift :][:, : self.tokens]
         if backbone.snaps:
             law: Any = Points(backbone.draw(values, h, head), backbone.codes)
         else:
-            law = head.dist(h.unsqueeze(0), torch.ones(1, *h.shape[:2], device=h.device))
+            law = head.law(h)
         return law if self.known is None else law.pin(*self.known), h
 
     @torch.no_grad()

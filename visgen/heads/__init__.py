@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -76,8 +77,10 @@ class Head(nn.Module, ABC):
     Attributes:
         continuous: whether its tokens are vectors.
         denoises: whether its hidden states are those of noised tokens, of which it predicts the noise.
+        regions: methods that are compiled beside a net's repeated blocks (`train/blocks.py`).
     """
 
+    regions: tuple[str, ...] = ()
     continuous: bool = False
     denoises: bool = False
 
@@ -89,6 +92,10 @@ class Head(nn.Module, ABC):
     def dist(self, h: Tensor, weights: Tensor) -> Any:
         """h [K, B, W, D] of K guidance branches, combined with weights [K, B, W] -> the law: of codes a `Dist`, of
         vectors one that is walked (`heads/diffusion.py`); of a denoiser the prediction [B, W, C] float32 itself."""
+
+    def law(self, h: Tensor) -> Any:
+        """`dist` of one branch, h [B, W, D]."""
+        return self.dist(h.unsqueeze(0), h.new_ones(1, *h.shape[:2], dtype=torch.float32))
 
     def fused(self) -> Callable[[Tensor, Tensor], Any] | None:
         """A faster twin of `dist` on a GPU, or None. It shares the weights, which must not move."""

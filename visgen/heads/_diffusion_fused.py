@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from visgen.nn.fused import denoise as fused
-from visgen.nn.fused.linear import FEW
 from visgen.nn.fused.modulated import Moments, adapt, product
+from visgen.nn.fused.tile import FEW
 
 
 class FusedDenoised:

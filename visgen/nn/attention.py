@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from visgen.checks import UserError
 from visgen.nn.cache import KVCache
+from visgen.nn.dropout import Dropout
 from visgen.nn.rope import rotate
 
 
@@ -23,7 +24,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.wqkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,

@@ -59,8 +59,8 @@ class Streams:
         from torch.nn.attention.flex_attention import create_block_mask
 
         layout = self.layout.doubled()
-        assert layout.noised is not None
-        group, noised = layout.group.to(device), layout.noised.to(device)
+        group, noised = layout.on(device)
+        assert noised is not None
 
         def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return seen(group[query], noised[query], group[key], noised[key])

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visgen.nn.dropout import Dropout
+
 
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x), no biases; hidden width floor(2/3 * 4 D) rounded up to `multiple_of` (LlamaGen 2.1)."""
@@ -16,7 +18,7 @@ class SwiGLU(nn.Module):
         self.w1 = nn.Linear(width, hidden, bias=False)
         self.w3 = nn.Linear(width, hidden, bias=False)
         self.w2 = nn.Linear(hidden, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, W, D]
         return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))

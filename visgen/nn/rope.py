@@ -27,10 +27,11 @@ def rope_2d(coords: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turns the interleaved pairs (2i, 2i+1) of x [B, H, W, d] by rotation [B or 1, W, d/2, 2]; float32 inside."""
-    pairs = x.float().unflatten(-1, (-1, 2))  # [B, H, W, d/2, 2]
+    pairs = x.float().unflatten(-1, (-1, 2))  # [B, H, W, d/2, 2] of (a, b)
     cos, sin = rotation.unsqueeze(1).unbind(-1)  # [B, 1, W, d/2]
-    a, b = pairs.unbind(-1)
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
+    across = torch.stack([-sin, sin], dim=-1)
+    turned = pairs * cos.unsqueeze(-1) + pairs.flip(-1) * across  # (a cos - b sin, b cos + a sin), each read in a row
+    return turned.flatten(-2).to(x.dtype)
 
 
 def check_head_dim(head_dim: int) -> None:

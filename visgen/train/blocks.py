@@ -29,10 +29,14 @@ def recompute(net: nn.Module) -> None:
 
 
 def compile_blocks(net: nn.Module) -> bool:
-    """Compiles each block, the same code once for all that are alike; False where `net` has none."""
+    """Compiles each block, the same code once for all that are alike, and the `regions` that modules name: methods
+    whose values are large, such as a loss over a vocabulary. False where `net` has no blocks."""
     blocks = blocks_of(net)
     limit: Any = torch._dynamo.config  # one entry a block, where these differ in a number such as their drop path
     limit.recompile_limit = max(limit.recompile_limit, len(blocks) + 8)
     for block in blocks:  # the forward alone, so that the hooks of FSDP run outside
         block.forward = torch.compile(block.forward)
+    for module in net.modules() if blocks else ():
+        for name in getattr(module, "regions", ()):
+            setattr(module, name, torch.compile(getattr(module, name)))
     return bool(blocks)

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from visgen import config as configs
 from visgen.model import Model
 from visgen.objectives import Objective
+from visgen.speed import pass_work, products_of
 from visgen.speed_blocks import training_work
 
 PEAKS = {  # dense bf16, 10^12 operations a second, as the maker publishes them; the first name that fits
@@ -56,11 +56,8 @@ def operations(objective: Objective) -> float | None:
 
 
 def _causal(model: Any) -> float:
-    config, slots = model.config.backbone, model.condition.prefix + model.tokens - 1
-    asked = model.tokens * getattr(model.head.config, "repeats", 1)
-    pairs = slots * (slots + 1) / 2
-    products = products_of(model.backbone) * slots + products_of(model.head) * asked
-    return 6 * products + 12 * config.width * config.layers * pairs
+    again = getattr(model.head.config, "repeats", 1) - 1  # of the head, in training alone
+    return 3 * (pass_work(model) + 2 * products_of(model.head) * model.tokens * again)
 
 
 def _masked(objective: Any, model: Any) -> float:
@@ -75,11 +72,6 @@ def _masked(objective: Any, model: Any) -> float:
         products = encoder * known + decoder * slots + head * hidden * model.head.config.repeats
         total += 6 * products + 12 * config.width * config.layers * (known**2 + slots**2)
     return total / STEPS
-
-
-def products_of(module: nn.Module) -> int:
-    """Weights of a module's matrix products."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def peak(device: torch.device, stated: float) -> float | None:

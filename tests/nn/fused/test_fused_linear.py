@@ -55,6 +55,40 @@ def test_many_rows_that_fill_no_tile(width: int) -> None:
     assert torch.allclose(found, eager(given, True, False, True), atol=2e-5)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("up", [False, True])
+def test_described_operands_give_the_same(residual: bool, up: bool) -> None:
+    for size in ((70, 40, 136), (128, 96, 64), (3, 33, 72)):
+        given, space = case(*size, HALF), linear.Workspace(DEVICE)
+        options = {name: given[name] for name, wanted in (("residual", residual), ("up", up)) if wanted}
+        tile = linear.Tile(64, 32, 64, 1, 4, 3, described=True)
+        found = linear.linear(given["x"], given["weight"], space, tile=tile, **options)
+        wanted = eager(given, False, up, residual)
+        assert (found.float() - wanted).abs().max() <= TOLERANCE[HALF] * wanted.abs().max(), size
+
+
+def test_operands_are_described_where_that_measured_faster() -> None:
+    shapes = {(3840, 1280, False): (128, 32), (3584, 1280, True): (128, 32), (1024, 1024, False): (64, 32)}
+    for (n, k, gate), tile in shapes.items():
+        found = linear.choose(128, n, k, norm=False, gate=gate, described=True)
+        assert found.described and (found.m, found.n) == tile
+        for m, norm, able in ((128, True, True), (64, False, True), (256, False, True), (128, False, False)):
+            assert not linear.choose(m, n, k, norm=norm, gate=gate, described=able).described
+    assert not linear.choose(128, 1280, 3584, norm=False, gate=False, described=True).described
+    x = torch.zeros(128, 1280, dtype=HALF, device=DEVICE)
+    hopper = DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
+    for given, aligned in ((x, True), (x[:, :1276].contiguous(), False), (x.flatten()[1:1281].view(1, -1), False)):
+        assert linear.describable(given, x) == (hopper and aligned)
+    assert not linear.describable(x.float(), x.float())
+
+
+def test_few_rows_of_wide_models_split_long_sums_and_norm_beforehand() -> None:
+    for (n, k), split in {(1024, 1024): 4, (1024, 2736): 8, (16384, 1024): 1, (192, 512): 1}.items():
+        assert linear.choose(16, n, k, norm=False, gate=False).split == split, (n, k)
+    assert linear.with_norm(2, 1024) and linear.with_norm(16, 192)
+    assert not linear.with_norm(16, 1024) and not linear.with_norm(17, 192)
+
+
 def test_more_rows_take_wider_tiles_once_they_fill_the_device() -> None:
     widths = [linear.choose(rows, 3072, 1024, norm=False, gate=False).n for rows in (128, 256, 384, 1024)]
     assert widths == [64, 32, 64, 128]

@@ -85,7 +85,7 @@ def _turn(programs: int) -> tuple[int, bool]:
 
 def _fetched(programs: int) -> int:
     """Slots that a program fetches before the wait: all, or few where many programs share the cache."""
-    return 64 if programs >= 512 else 1 << 16
+    return 32 if programs >= 512 else 1 << 16
 
 
 def _decode_window(
@@ -244,7 +244,8 @@ def _attend(
 def _cached(cache, key, end, dim, HEAD_DIM: tl.constexpr):
     """cache[key, dim] of a row and head, zero beyond the live slots."""
     here = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
-    return tl.load(cache + key[:, None] * HEAD_DIM + dim[None, :], mask=here, other=0.0)
+    there = cache + key[:, None] * HEAD_DIM + dim[None, :]
+    return tl.load(there, mask=here, other=0.0, eviction_policy="evict_first")  # a step reads it once
 
 
 @triton.jit

@@ -2,17 +2,16 @@
 
     out = residual + act(x̂ Wᵀ),   x̂ = x or rms_norm(x),   act(a) = a or silu(a) * (x̂ Uᵀ)
 
-For few rows the norm costs nothing: 1 / rms is a factor of a whole row, so it is applied to the product, and squares
-are summed while x passes by. Two rows (a batch of one with its null branch) are multiplied without matrix units, for
-then each program only has to stream its share of the weights. Where the output has too few tiles to fill the device,
-the inner dimension is split; the program that comes last adds the parts in a fixed order, so results do not vary
-between runs.
+For two rows, or few of a narrow model, the norm costs nothing: 1 / rms is a factor of a whole row, so it is applied to
+the product, and squares are summed while x passes by. Two rows (a batch of one with its null branch) are multiplied
+without matrix units, for then each program only has to stream its share of the weights. Where the output has too few
+tiles to fill the device, the inner dimension is split; the program that comes last adds the parts in a fixed order, so
+results do not vary between runs. From Hopper on, a batch of many images loads its operands by tensor descriptors: no
+address is computed, and what is under way takes no registers.
 The eager twins are `nn.Linear`, `RMSNorm` and `SwiGLU`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,20 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visgen.nn.fused.chain import chained, fetch, follow
-
-FEW = 16  # rows up to which the norm is taken along: beyond, a product runs faster on ready operands
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a product is cut: rows, outputs and inner dimension per program and turn, parts of the inner dimension."""
-
-    m: int
-    n: int
-    k: int
-    split: int = 1
-    warps: int = 4
-    stages: int = 4
+from visgen.nn.fused.described import describable, product
+from visgen.nn.fused.tile import Tile, choose, with_norm
 
 
 class Workspace:
@@ -68,9 +55,11 @@ def linear(
     n = weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device) if out is None else out
     exact = x.dtype == torch.float32
-    if gain is not None and m > FEW:
+    if gain is not None and not with_norm(m, k):
         x, gain = rms_norm(x, gain, eps), None
-    tile = tile or choose(m, n, k, gain is not None, up is not None, exact)
+    tile = tile or choose(m, n, k, gain is not None, up is not None, exact, describable(x, weight))
+    if tile.described:
+        return product(x, weight, up, residual, out, tile)
     grid = (triton.cdiv(n, tile.n), triton.cdiv(m, tile.m), tile.split)
     if tile.split > 1 and (grid[0] * grid[1] * tile.split * tile.m * tile.n > workspace.parts.numel()):
         raise ValueError(f"tile {tile} of [{m}, {k}] x [{n}, {k}] does not fit the workspace")
@@ -101,32 +90,6 @@ def linear(
         num_stages=tile.stages,
     )
     return out
-
-
-def choose(m: int, n: int, k: int, norm: bool, gate: bool, exact: bool = False) -> Tile:
-    """The tile of [M, K] x [N, K], after a norm, with a gate, in float32 (`exact`); sizes as they measured best."""
-    if m <= 2:
-        if not (norm or gate):
-            return Tile(2, 4, 1024, 1, 2, 1)
-        turn = 256 if k < 1024 else 512
-        return Tile(2, 1024 // turn if gate else 8, turn, 1, 2, 1)
-    if exact:  # no matrix units
-        return Tile(16 if m <= 16 else 64, 32, 32, 1, 4, 2)
-    if m <= 16:
-        wide = Tile(16, 16, 256, 1, 4, 4)
-    elif m <= 128 and gate:
-        wide = Tile(64, 32, 128, 1, 4, 4) if n < 2816 else Tile(64, 64, 64, 1, 4, 4 if n < 3072 else 5)
-    elif m <= 128 and k >= 3072 and n < 2048:  # few outputs of a long inner dimension
-        wide = Tile(64, 64, 128, 1, 4, 4)
-    elif m <= 128:
-        blocks = triton.cdiv(n, 32) * triton.cdiv(m, 64)
-        wide = Tile(64, 16 if blocks <= 48 else 64 if blocks >= 128 else 32, 128, 1, 4, 4)
-    else:  # the widest tile that fills the 132 multiprocessors of an H100
-        fill = (w for w in (128, 64) if triton.cdiv(m, 128) * triton.cdiv(n, w) >= 132)
-        wide = Tile(128, next(fill, 32), 64, 1, 8, 4)
-    programs = triton.cdiv(n, wide.n) * triton.cdiv(m, wide.m)
-    split = 1 if norm or gate else max(1, min(8, 128 // programs, k // 1024))
-    return Tile(wide.m, wide.n, wide.k, split, wide.warps, wide.stages)
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

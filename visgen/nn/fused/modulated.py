@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from visgen.nn.fused.chain import chained, fetch, follow
-from visgen.nn.fused.linear import FEW, Tile, choose
+from visgen.nn.fused.described import describable
 from visgen.nn.fused.norm import normalised
+from visgen.nn.fused.tile import FEW, Tile, choose
 
 EPS = 1e-6  # of the head's norms
 
@@ -62,8 +64,28 @@ def product(
     """
     (m, k), n = x.shape, out.shape[1]
     exact = x.dtype == torch.float32
-    tile, span = tile or tile_of(m, n, k, exact), moments.span
+    tile, span = tile or tile_of(m, n, k, exact, describable(x, linear.weight)), moments.span
     kept = gated and m <= FEW
+    if tile.described:
+        _described[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
+            TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
+            TensorDescriptor.from_tensor(linear.weight, [tile.n, tile.k]),
+            linear.weight,
+            linear.bias,
+            modulation,
+            out,
+            m,
+            n,
+            k,
+            GATED=gated,
+            BM=tile.m,
+            BN=tile.n,
+            BK=tile.k,
+            **chained(out.device),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        return
     _product[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
         x,
         linear.weight,
@@ -96,12 +118,21 @@ def product(
         moments.span = tile.n
 
 
-def tile_of(m: int, n: int, k: int, exact: bool) -> Tile:
-    """The tile of [M, K] x [N, K]: square ones for many rows, of which a width of 1024 has 128 at 512 rows."""
+def tile_of(m: int, n: int, k: int, exact: bool, described: bool = False) -> Tile:
+    """The tile of [M, K] x [N, K]: square ones for many rows, of which a width of 1024 has 128 at 512 rows.
+
+    Each program of a product reads its rows and its outputs' weights from the cache that all share, which is what these
+    products wait for: so the larger of the tiles that nearly fill the device (`described`: operands can be).
+    """
     if exact:  # no matrix units
         return Tile(16 if m <= FEW else 64, 32, 32, 1, 4, 2)
     if m <= FEW:
         return Tile(16, 16, 256, 1, 4, 4)
+    if described and m >= 128:
+        if m <= 128:
+            return Tile(64, 32, 128, 1, 4, 4, True)
+        fits = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 132  # programs; an H100 has so many multiprocessors
+        return Tile(64, 64, 128, 1, 4, 4, True) if fits else Tile(128, 64, 64, 1, 4, 4, True)
     return choose(m, n, k, norm=True, gate=False) if m <= 128 else Tile(64, 64, 64, 1, 4, 4)
 
 
@@ -201,6 +232,47 @@ def _product(
         to = sums + (row.to(tl.int64) * most + tl.program_id(0)) * 2
         tl.store(to, total, mask=row < m)
         tl.store(to + 1, tl.sum(away * away, axis=1), mask=row < m)
+
+
+@triton.jit
+def _described(
+    x,
+    weight,
+    weight_at,
+    bias,
+    modulation,
+    out,
+    m,
+    n,
+    k,
+    GATED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    """As `_product`, of ready operands given by descriptors; zero beyond them."""
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    far = row.to(tl.int64)[:, None]
+    b = tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
+    if tl.program_id(1) == 0:
+        fetch(weight_at, col, n, 0, k, k, CHAIN)
+    follow(CHAIN)
+    live = (row[:, None] < m) & (col[None, :] < n)
+    if GATED:  # on their way while the product is made
+        gate = tl.load(modulation + far * 3 * n + 2 * n + col[None, :], mask=live, other=0.0)
+        before = tl.load(out + far * n + col[None, :], mask=live, other=0.0)
+    a = tl.zeros([BM, BN], dtype=tl.float32)
+    for start in range(0, k, BK):
+        rows = x.load([tl.program_id(1) * BM, start])
+        a = tl.dot(rows, weight.load([tl.program_id(0) * BN, start]).T, a)
+    a += b[None, :]
+    if GATED:
+        a = before.to(tl.float32) + gate.to(tl.float32) * a
+    else:
+        a = a / (1 + tl.exp(-a))
+    tl.store(out + far * n + col[None, :], a.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
