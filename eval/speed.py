@@ -107,8 +107,7 @@ def main() -> None:
         f"{facts['model']} ({facts['parameters']:,} parameters, {weights} weights), {facts['engine']}, "
         f"{facts['precision']}, {facts['gpu'] or 'CPU'}, torch {facts['torch']}, copy {copy / 1e12:.2f} TB/s"
         + ("" if product is None else f", matrix product {product / 1e12:.4g} TFLOP/s")
-        + f"\n\n"
-        f"{speed.table(rows)}\n"
+        + f"\n\n{speed.table(rows)}\n"
         + "".join(f"\nbatch {row.batch}: {json.dumps(row.notes)}\n" for row in rows if row.notes)
     )
     (out / "speed.json").write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -36,7 +36,9 @@ class Layout:
     block: int = 1
     grid: Grid = (0, 0, 0)
     noised: Tensor | None = None
-    _on: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict, repr=False, compare=False)
+    _on: dict[torch.device, tuple[Tensor, Tensor | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def slots(self) -> int:

@@ -51,32 +51,14 @@ def moments(
         logp: [T, V] of any float type, whose rows have a finite one; codes: [V, C] float32.
     """
     (rows, channels), count = x.shape, len(codes)
-    first, second = _pairs(channels, covariance, x.device)
-    width = len(first)
-    columns, inner = (max(16, triton.next_power_of_2(n)) for n in (width, 4 * channels))
-    steps = triton.cdiv(count, CODES)
-    parts = min(PARTS, steps)
     codes = codes.contiguous()
     logp = logp if logp.stride(1) == 1 else logp.contiguous()
+    first, second = _pairs(channels, covariance, x.device)
+    width, steps = len(first), triton.cdiv(count, CODES)
+    parts = min(PARTS, steps)
     lift = torch.frexp(codes.abs().amax(0)).exponent  # [C] log2 of a bound of each channel
-    split = x.new_empty(steps * CODES, inner)
-    square = x.new_empty(steps * CODES)
-    table = x.new_empty(2, steps * CODES, columns, dtype=torch.float16)
-    _prepare[(steps,)](
-        codes,
-        lift,
-        first,
-        second,
-        split,
-        square,
-        table,
-        count,
-        width,
-        CHANNELS=channels,
-        INNER=inner,
-        COLUMNS=columns,
-        CODES=CODES,
-    )
+    split, square, table = _prepared(codes, lift, first, second)
+    columns, inner = table.shape[2], split.shape[1]
     sums, top = x.new_empty(parts, rows, columns), x.new_empty(parts, rows)
     _moments[(triton.cdiv(rows, ROWS), parts)](
         x.contiguous(),
@@ -113,6 +95,19 @@ def moments(
         spread[:, a, b] = each
         spread[:, b, a] = each
     return mean, spread, mass
+
+
+def _prepared(codes: Tensor, lift: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_prepare` makes of codes [V, C]: halves of their channels, their squares, both halves of the table."""
+    (count, channels), width = codes.shape, len(first)
+    columns, inner = (max(16, triton.next_power_of_2(n)) for n in (width, 4 * channels))
+    steps = triton.cdiv(count, CODES)
+    split = codes.new_empty(steps * CODES, inner)
+    square = codes.new_empty(steps * CODES)
+    table = codes.new_empty(2, steps * CODES, columns, dtype=torch.float16)
+    sizes = {"CHANNELS": channels, "INNER": inner, "COLUMNS": columns, "CODES": CODES}
+    _prepare[(steps,)](codes, lift, first, second, split, square, table, count, width, **sizes)
+    return split, square, table
 
 
 def _columns(channels: int, covariance: bool) -> int:

@@ -67,25 +67,7 @@ def product(
     tile, span = tile or tile_of(m, n, k, exact, describable(x, linear.weight)), moments.span
     kept = gated and m <= FEW
     if tile.described:
-        _described[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
-            TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
-            TensorDescriptor.from_tensor(linear.weight, [tile.n, tile.k]),
-            linear.weight,
-            linear.bias,
-            modulation,
-            out,
-            m,
-            n,
-            k,
-            GATED=gated,
-            BM=tile.m,
-            BN=tile.n,
-            BK=tile.k,
-            **chained(out.device),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-        return
+        return _by_descriptors(x, linear, out, modulation, gated, tile)
     _product[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
         x,
         linear.weight,
@@ -118,6 +100,29 @@ def product(
         moments.span = tile.n
 
 
+def _by_descriptors(x: Tensor, linear: nn.Linear, out: Tensor, modulation: Tensor, gated: bool, tile: Tile) -> None:
+    """As `product`, of many rows, whose norm and moments are kernels of their own."""
+    (m, k), n = x.shape, out.shape[1]
+    _described[(triton.cdiv(n, tile.n), triton.cdiv(m, tile.m))](
+        TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(linear.weight, [tile.n, tile.k]),
+        linear.weight,
+        linear.bias,
+        modulation,
+        out,
+        m,
+        n,
+        k,
+        GATED=gated,
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        **chained(out.device),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
 def tile_of(m: int, n: int, k: int, exact: bool, described: bool = False) -> Tile:
     """The tile of [M, K] x [N, K]: square ones for many rows, of which a width of 1024 has 128 at 512 rows.
 
@@ -128,9 +133,9 @@ def tile_of(m: int, n: int, k: int, exact: bool, described: bool = False) -> Til
         return Tile(16 if m <= FEW else 64, 32, 32, 1, 4, 2)
     if m <= FEW:
         return Tile(16, 16, 256, 1, 4, 4)
-    if described and m >= 128:
-        if m <= 128:
-            return Tile(64, 32, 128, 1, 4, 4, True)
+    if described and m == 128:
+        return Tile(64, 32, 128, 1, 4, 4, True)
+    if described and m > 128:
         fits = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 132  # programs; an H100 has so many multiprocessors
         return Tile(64, 64, 128, 1, 4, 4, True) if fits else Tile(128, 64, 64, 1, 4, 4, True)
     return choose(m, n, k, norm=True, gate=False) if m <= 128 else Tile(64, 64, 64, 1, 4, 4)
