@@ -7,13 +7,12 @@ Image i depends on seed i alone, never on its batch, its place in the batch or t
 
 from __future__ import annotations
 
-import math
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from visgen.nn.keyed import GOLDEN, MIX_1, MIX_2, fraction, mix, signed
+from visgen.nn.keyed import GOLDEN, MIX_1, MIX_2, box_muller, fraction, mix, signed
 
 
 class Stream(IntEnum):
@@ -57,10 +56,9 @@ class Noise:
 
     def gumbel(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """Standard Gumbel, float32 [B, W, lanes]: -log E, where E = -log(1 - U) is exponential."""
-        return -torch.log(-torch.log1p(-self.uniform(index, lanes, stream, iteration)))
+        return self.uniform(index, lanes, stream, iteration).neg_().log1p_().neg_().log_().neg_()
 
     def normal(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """Standard normal, float32 [B, W, lanes], by the Box-Muller transform."""
         u = self.uniform(index, 2 * lanes, stream, iteration)
-        radius = torch.sqrt(-2 * torch.log(u[..., :lanes]))
-        return radius * torch.cos(2 * math.pi * u[..., lanes:])
+        return box_muller(u[..., :lanes], u[..., lanes:])

@@ -47,6 +47,7 @@ def pareto(
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         return False
     figure = Figure(figsize=(8, 5.5), layout="constrained")
@@ -59,8 +60,6 @@ def pareto(
         shape = "os^Dv<>P*X"[i // 10 % 10]
         style: dict[str, Any] = {"fmt": shape + ("-" if len(mine) > 1 else ""), "color": f"C{i % 10}", "linewidth": 0.7}
         axes.errorbar(x, y, [p.error for p in mine], capsize=2, label=row, markersize=5, **style)
-        for point in mine:
-            axes.annotate(point.text, (point.x, point.y), (4, 4), textcoords="offset points", fontsize=6)
     best = front(points)
     if len(best) > 1:
         axes.step([p.x for p in best], [p.y for p in best], where="post", color="0.6", zorder=0, linewidth=3, alpha=0.5)
@@ -68,12 +67,28 @@ def pareto(
         axes.axhline(value, color="0.4", linestyle=":", linewidth=1)
         axes.annotate(name, (0.005, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_xscale("log")
-    for kind in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        kind("{x:g}")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(LogLocator(subs="all"))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="both", linewidth=0.3)
     axes.legend(fontsize=7, loc="best")
+    _name(axes, [*best, *(p for p in points if p not in best)])
     figure.savefig(path, dpi=110)
     return True
+
+
+def _name(axes: Any, points: Sequence[Point]) -> None:
+    """Writes each point's text beside it, but where it would lie on one written before."""
+    axes.figure.draw_without_rendering()  # lays out, so that texts know where they are
+    taken: list[Any] = []
+    for point in points:
+        text = axes.annotate(point.text, (point.x, point.y), (4, 4), textcoords="offset points", fontsize=6)
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
