@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.model import Model
-from visgen.samplers import _window
 from visgen.samplers.ar import AR
 from visgen.samplers.ar import Config as ARConfig
 from visgen.samplers.sjd import SJD, Config
@@ -131,10 +130,11 @@ class Clock(Engine):
     slope = 0.0
     trials = 0
 
-    def seconds(self, sampler: Any, state: Any, noise: Noise, iterations: int, warmup: int = 3) -> float:
-        super().seconds(sampler, state, noise, iterations, warmup)
+    def laps(self, sampler: Any, state: Any, noise: Noise, length: int, warmup: int = 3) -> Iterator[float]:
         self.trials += 1
-        return 1 + self.slope * (len(state.slots) - 1)
+        for _ in super().laps(sampler, state, noise, length, warmup):
+            self.positions = state.position.flatten().tolist()
+            yield 1 + self.slope * (len(state.slots) - 1)
 
 
 def test_auto_takes_the_widest_window_where_it_is_free_and_none_where_it_cannot_pay(make_model: MakeModel) -> None:
@@ -163,8 +163,11 @@ def test_a_trial_leaves_no_trace(make_model: MakeModel) -> None:
         assert torch.equal(found.tokens, expected)
 
 
-def test_the_expected_gain_rises_with_the_width() -> None:
-    for drafting in ("fresh", "coupled"):
-        gains = [_window.expected(drafting, w) for w in (1, 2, 8, 16, 20, 64, 256)]
-        assert gains[0] == 1 and gains == sorted(gains) and gains[-2] == gains[-1]
-    assert _window.expected("coupled", 8) == pytest.approx(1 + 1.9 * 0.75)
+def test_a_trial_goes_on_to_half_of_the_tokens(make_model: MakeModel) -> None:
+    engine = Clock(make_model(grid=(1, 8, 8)))
+    free = decoded(engine, SJD(Config("fresh", "auto")), [0, 1], [5, 6])
+    assert sum(engine.positions) / 2 >= 32, "of the last width tried"
+    tokens = free.notes["trial"][free.notes["window"]]["tokens"]
+    assert tokens == pytest.approx(64 / free.nfe_per_image.float().mean().item(), rel=0.4), (
+        "and so it knows what it gains"
+    )

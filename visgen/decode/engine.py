@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -320,16 +320,19 @@ class Engine:
         return lambda: sampler.iterate(state, self.forward, noise)
 
     @torch.inference_mode()
-    def seconds(self, sampler: SamplerLike, state: Any, noise: Noise, iterations: int, warmup: int = 3) -> float:
-        """Wall time of one iteration on this device, by a trial decode whose state is thrown away."""
+    def laps(self, sampler: SamplerLike, state: Any, noise: Noise, length: int, warmup: int = 3) -> Iterator[float]:
+        """Wall times of one iteration on this device, each the mean of a lap of `length`, by a trial decode whose state
+        is thrown away; the caller says when it is enough."""
         step = self.stepper(sampler, state, noise)
-        for i in range(warmup + iterations):
-            if i == warmup:
-                self.synchronize()
-                start = time.perf_counter()
+        for _ in range(warmup):
             step()
-        self.synchronize()
-        return (time.perf_counter() - start) / iterations
+        while True:
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(length):
+                step()
+            self.synchronize()
+            yield (time.perf_counter() - start) / length
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make()` gave when this engine was first asked for `key`: models and choices that outlast a batch."""

@@ -7,46 +7,35 @@ and a wide window is nearly free, a large one fills it.
 
 from __future__ import annotations
 
-import math
+import statistics
 from typing import Any
 
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 
 WIDTHS = (1, 8, 16, 32, 64)
-TRIAL = 12  # timed iterations at each width
+LAP = 8  # iterations that are timed together
 WORTH = 1.05  # a window must be this much faster than none
 
-# Tokens per evaluation that are expected at most, by the logarithm of the width between these points. A trial meets the
-# top rows of its images alone, which may be emptier than the rest. From published runs (SJD on Lumina and Emu3: 2.2 to
-# 2.3 at 16 and wider; coupled drafts: 3.5 to 4.2 at 32 and 64); eval/exactness.py and a decode's own NFE say more.
-EXPECTED = {
-    "fresh": {1: 1.0, 16: 2.3, 64: 2.5},
-    "coupled": {1: 1.0, 16: 2.9, 32: 3.5, 64: 4.0},
-}
 
-
-def choose_window(sampler: Any, engine: Engine, noise: Noise, drafting: str) -> dict[str, Any]:
+def choose_window(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
     """The window, and the trial that spoke for it, made when `engine` first meets this sampler, or a larger batch.
 
     Args:
-        sampler: has `begin(engine, window)`, whose state has `position` [B, 1].
+        sampler: has `begin(engine, window)`, whose state has `position` [B, 1] and `rounds` [B, N].
     """
     chosen: dict[int, dict[str, Any]] = engine.once(("window", sampler.config), dict)  # by batch
     if max(chosen, default=0) < engine.batch:
-        chosen[engine.batch] = _trials(sampler, engine, noise, drafting)
+        chosen[engine.batch] = _trials(sampler, engine, noise)
     return chosen[max(chosen)]
 
 
-def _trials(sampler: Any, engine: Engine, noise: Noise, drafting: str) -> dict[str, Any]:
+def _trials(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
     seconds: dict[int, float] = {}
     tokens: dict[int, float] = {}
     rate: dict[int, float] = {}
     for width in sorted({min(w, engine.tokens) for w in WIDTHS}):
-        state, warmup = sampler.begin(engine, width), min(3, engine.tokens // 4)
-        seconds[width] = engine.seconds(sampler, state, noise, TRIAL, warmup)
-        measured = state.position.float().mean().item() / (TRIAL + warmup)  # a host read, once per engine
-        tokens[width] = min(measured, expected(drafting, width)) if width > 1 else 1.0
+        seconds[width], tokens[width] = _trial(sampler, engine, noise, width, max(rate.values(), default=0.0) / 2)
         rate[width] = tokens[width] / seconds[width]
         if rate[width] < max(rate.values()) / 2:  # wider ones are slower still
             break
@@ -56,12 +45,14 @@ def _trials(sampler: Any, engine: Engine, noise: Noise, drafting: str) -> dict[s
     return {"window": window, "trial": trial}
 
 
-def expected(drafting: str, width: int) -> float:
-    """`EXPECTED`, interpolated."""
-    points = EXPECTED["fresh" if drafting == "fresh" else "coupled"]
-    low = max(w for w in points if w <= width)
-    high = min((w for w in points if w >= width), default=low)
-    if high == low:
-        return points[low]
-    part = math.log(width / low) / math.log(high / low)
-    return points[low] + part * (points[high] - points[low])
+def _trial(sampler: Any, engine: Engine, noise: Noise, width: int, hopeless: float) -> tuple[float, float]:
+    """Seconds of an iteration and the tokens that it fixes, until half of the images is there: their upper rows alone
+    may be emptier than the rest. A width that fixes fewer than `hopeless` tokens a second is given up."""
+    state, laps = sampler.begin(engine, width), []
+    for seconds in engine.laps(sampler, state, noise, LAP, warmup=min(3, engine.tokens // 4)):
+        laps.append(seconds)
+        fixed = state.position.float().mean().item()  # a host read, once a lap
+        tokens = fixed / state.rounds.amax(1).float().mean().clamp(min=1).item() if width > 1 else 1.0
+        if width == 1 or fixed >= engine.tokens / 2 or (len(laps) > 1 and tokens < hopeless * statistics.median(laps)):
+            break
+    return statistics.median(laps), tokens

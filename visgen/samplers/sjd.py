@@ -69,7 +69,7 @@ class SJD(Sampler):
         window = self.config.window
         if window != "auto":
             return self.begin(engine, window)
-        trials = choose_window(self, engine, noise, self.config.drafting)
+        trials = choose_window(self, engine, noise)
         return self.begin(engine, trials["window"], trials)
 
     def begin(self, engine: Engine, window: int, chosen: dict[str, Any] | None = None) -> State:
