@@ -41,8 +41,9 @@ def read_image(file: Path | BytesIO, background: str = "white") -> Image.Image:
 
 
 def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
-    """Any Pillow mode to RGB: EXIF orientation applied, alpha composited on `background`, 16 bits rounded to 8."""
-    image = ImageOps.exif_transpose(image)
+    """Any Pillow mode to RGB: EXIF orientation applied, alpha composited on `background`, 16 bits rounded to 8. May
+    turn the image that it is given, and may return it."""
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "F":
         raise ValueError("its pixels are floats, whose range is not known; convert it to 8 bits")
     if image.mode.startswith("I"):
@@ -53,7 +54,7 @@ def to_rgb(image: Image.Image, background: str = "white") -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resize_adm(image: Image.Image, size: int, exact: bool = False) -> Image.Image:

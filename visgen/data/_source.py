@@ -91,7 +91,7 @@ class ImageData(Data):
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
         image, index = self._read(index)
         augment = rng if self.split == "train" else None
-        again = copy.deepcopy(augment)  # a map is cropped and mirrored by the same draws
+        again = copy.deepcopy(augment) if self.has_maps else None  # a map is cropped and mirrored by the same draws
         sample = {"pixels": to_pixels(self._shown(image, augment)), "label": int(self.labels[index])}
         if self.has_maps:
             sample["map"] = to_pixels(self._shown(self._map(index, image.size), again, exact=True))
