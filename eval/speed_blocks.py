@@ -40,7 +40,7 @@ class SpeedBlocksConfig:
             FlexAttention, which has no backward pass on a CPU, and by a dense mask.
         batches: batch sizes.
         repeats: after the first one; their median counts.
-        compile: compile the net that is trained, as `loop.compile` does.
+        compile: compile the blocks of the net that is trained, as `loop.compile` does.
         sampler, guidance: how blocks are drawn.
         engine: kind, device, precision (its batch is not read); training is under autocast to that precision.
         out: directory of the report.

@@ -22,6 +22,7 @@ from visgen.decode.engine import Engine, Generation
 from visgen.decode.noise import Noise
 from visgen.metrics.timing import Stopwatch
 from visgen.model import Model
+from visgen.nn.blocks import compile_blocks
 from visgen.nn.blockwise import Attend, BlockCache, Kernel
 from visgen.speed import peak, randomize
 
@@ -241,7 +242,7 @@ def training(
         objective: config of `acdit`.
         way: `attention` of its backbone.
         rate: operations a second of a matrix product.
-        compiled: compile the net's forward, as `loop.compile` does.
+        compiled: compile the net's blocks, as `loop.compile` does.
     """
     backbone = replace(objective.model.backbone, attention=way)
     objective = replace(objective, model=replace(objective.model, backbone=backbone))
@@ -254,7 +255,7 @@ def training(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     if compiled:
-        net.forward = torch.compile(net.forward)
+        compile_blocks(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
     tokens = torch.randn(batch, model.tokens, model.config.channels, device=device, generator=fixed)
     given = {"tokens": tokens, "label": torch.arange(batch, device=device) % model.config.condition.classes}

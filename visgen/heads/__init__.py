@@ -77,7 +77,7 @@ class Head(nn.Module, ABC):
     Attributes:
         continuous: whether its tokens are vectors.
         denoises: whether its hidden states are those of noised tokens, of which it predicts the noise.
-        regions: methods that are compiled beside a net's repeated blocks (`train/blocks.py`).
+        regions: methods that are compiled beside a net's repeated blocks (`nn/blocks.py`).
     """
 
     regions: tuple[str, ...] = ()

@@ -26,8 +26,8 @@ from visgen.checks import check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
 from visgen.launch import cpus, on_cpu
+from visgen.nn.blocks import compile_blocks, recompute
 from visgen.objectives import Objective
-from visgen.train.blocks import compile_blocks, recompute
 from visgen.train.ema import Ema, EmaConfig
 from visgen.train.faults import Stop
 from visgen.train.held_out import Best, held_out_losses, preview_batch

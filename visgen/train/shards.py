@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from visgen.config import UserError
-from visgen.train.blocks import blocks_of
+from visgen.nn.blocks import blocks_of
 
 
 def sharding(accelerator: Accelerator) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from visgen.model import Model
+from visgen.nn.blocks import compile_blocks
 from visgen.objectives.next_token import NextTokenNet
-from visgen.train.blocks import compile_blocks
 
 STILL = {"token_dropout": 0.0, "residual_dropout": 0.0, "mlp_dropout": 0.0}
 
