@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Annotated, Any
 
@@ -27,18 +27,20 @@ from torch import Tensor, nn
 from visgen import config as configs
 from visgen import exactness as ex
 from visgen import mutants, vectors
-from visgen.checks import Range, Seed
+from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, kind_of, plugin, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
+from visgen.launch import cpus
 from visgen.model import Model, ModelConfig
 from visgen.nn.categorical import Categorical
 from visgen.samplers import Sampler
 
 TOLERANCE = 1e-12  # of an enumerated law, as TV
 ALPHA = 1e-3  # of the whole family of G-tests (Holm), and of that of the controls
+TABLES = ("plain", "filtered", "transformer")  # of laws, that are simulated
 DRAFTINGS, INITS = ("fresh", "coupled", "gumbel", "pure_gumbel"), ("uniform", "left", "up", "repeat")
 FILTERS = (Guidance(2.0, schedule="linear"), Warp(0.9, top_k=2, top_p=0.95))
 
@@ -52,51 +54,70 @@ class ExactnessConfig:
         draws: simulated sequences of each case on a table; a tenth of them on the transformer.
         vectors: simulated sequences of each case of vectors.
         seed: of the first sequence.
+        processes: that share the checks, at most; 1: this one alone.
     """
 
     sampler: Any = plugin("visgen.samplers", None)
     draws: Annotated[int, Range(10_000)] = 1_000_000  # fewer tell no control from the exact law
     vectors: Annotated[int, Range(2_000)] = 30_000
     seed: Seed = 0
+    processes: Positive = field(default_factory=cpus)
 
 
-@torch.no_grad()
 def main() -> None:
     settings, start = configs.load(ExactnessConfig, sys.argv[1:], prog="eval/exactness.py"), time.perf_counter()
     family = configurations(settings.sampler)
     ids, continuous = [c for c in family if not _vectors(c)], [c for c in family if _vectors(c)]
-    torch.set_num_threads(max(1, torch.get_num_threads() // (2 if ids and continuous else 1)))
+    tasks: dict[str, tuple[Any, ...]] = {}  # the long ones first
+    if continuous:
+        told = [_provided(c) for c in continuous]
+        tasks["vectors"] = vectors.prove, told, settings.vectors, settings.seed, ALPHA
+    if ids:
+        for i, title in enumerate(TABLES):
+            tasks[title] = simulation, title, ids, settings.draws, settings.seed, i * len(ids)
+        tasks |= {"controls": (controls, settings.draws, settings.seed), "equalities": (equalities, ids)}
+        tasks["enumeration"] = enumeration, ids
+    found = side_by_side(tasks, settings.processes)
+    proof, passed = found.pop("vectors", None), True
     summary: dict[str, Any] = {}
-    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (torch.get_num_threads(),)) as beside:
-        if continuous:  # in a process beside this one: neither half is fast on many threads
-            told = [_provided(c) for c in continuous], settings.vectors, settings.seed, ALPHA
-            found = beside.submit(vectors.prove, *told)
-        passed = not ids or prove(ids, settings.draws, settings.seed, summary)
-        if continuous:
-            summary["vectors"] = found.result()
-            passed = summary["vectors"].pop("pass") and passed
+    if ids:
+        summary = summarised(settings.draws, **found)
+        passed = summary.pop("pass")
+    if proof is not None:
+        passed = proof.pop("pass") and passed
+        summary["vectors"] = proof
     summary["seconds"] = round(time.perf_counter() - start, 1)
     print(json.dumps({"pass": passed, **summary}))
     raise SystemExit(0 if passed else 1)
 
 
-def prove(ids: list[Any], draws: int, seed: int, summary: dict[str, Any]) -> bool:
-    """Whether these samplers of ids pass and every control is caught; writes what was found into `summary`."""
-    enumerated = enumeration(ids)
-    simulated = simulation(ids, draws, seed)
-    equal = equalities(ids)
-    caught = controls(draws, seed)
-    summary |= {
-        "enumerated": len(enumerated),
-        "enumeration_max_tv": max(enumerated.values(), default=0.0),
-        "simulated": len(simulated),
+def side_by_side(tasks: dict[str, tuple[Any, ...]], processes: int) -> dict[str, Any]:
+    """What each task, a function and its arguments, returns: none is faster on two threads, so each has a process."""
+    if processes == 1:
+        return {name: task(*told) for name, (task, *told) in tasks.items()}
+    workers = min(len(tasks), processes)
+    threads = max(1, torch.get_num_threads() // workers)
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+        running = {name: pool.submit(*task) for name, task in tasks.items()}
+        return {name: future.result() for name, future in running.items()}
+
+
+def summarised(
+    draws: int, controls: dict[str, bool], equalities: dict[str, bool], enumeration: dict[str, float], **simulated: Any
+) -> dict[str, Any]:
+    """The last line of what was found of samplers of ids; pass: all of them do, and every control is caught."""
+    adjusted = ex.holm([fit.p for title in TABLES for fit in simulated[title].values()])
+    summary = {
+        "enumerated": len(enumeration),
+        "enumeration_max_tv": max(enumeration.values(), default=0.0),
+        "simulated": len(adjusted),
         "draws": draws,
-        "min_holm_p": min(simulated.values(), default=1.0),
-        "equalities": f"{sum(equal.values())}/{len(equal)}",
-        "controls_caught": f"{sum(caught.values())}/{len(caught)}",
+        "min_holm_p": min(adjusted, default=1.0),
+        "equalities": f"{sum(equalities.values())}/{len(equalities)}",
+        "controls_caught": f"{sum(controls.values())}/{len(controls)}",
     }
-    lossless = summary["enumeration_max_tv"] < TOLERANCE and summary["min_holm_p"] >= ALPHA and all(equal.values())
-    return lossless and all(caught.values())
+    lossless = summary["enumeration_max_tv"] < TOLERANCE and summary["min_holm_p"] >= ALPHA  # type: ignore[operator]
+    return {"pass": lossless and all(equalities.values()) and all(controls.values()), **summary}
 
 
 # ----------------------------------------------------------------------------------------------------- the cases
@@ -181,6 +202,7 @@ def classes(count: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------- the checks
 
 
+@torch.no_grad()
 def enumeration(family: list[Any]) -> dict[str, float]:
     """TV of each enumerated law; where the noise is no continuous one that is shared, there is nothing to enumerate."""
     out, real = {}, transformer((1, 2, 2), 4, *FILTERS)
@@ -203,25 +225,23 @@ def _enumerated(sampler: Sampler, engine: ex.TableEngine) -> tuple[float, float]
     return float((law - ex.joint(engine, ex.rows)).abs().sum()) / 2, nfe
 
 
-def simulation(family: list[Any], draws: int, seed: int) -> dict[str, float]:
-    """p-value of each simulated law, adjusted for the family."""
+@torch.no_grad()
+def simulation(title: str, family: list[Any], draws: int, seed: int, first: int) -> dict[str, ex.Fit]:
+    """How well each simulated law of one of the `TABLES` fits; case `first` has the first seeds."""
+    engine: Engine = transformer((1, 2, 2), 4, *FILTERS) if title == "transformer" else engines()[title]
+    batch, count = (classes, max(draws // 10, 1)) if title == "transformer" else (ex.rows, draws)
     fits: dict[str, ex.Fit] = {}
-    cases: list[tuple[str, Engine, Any, int]] = [(t, e, ex.rows, draws) for t, e in engines().items()]
-    real = transformer((1, 2, 2), 4, *FILTERS)
-    cases.append(("transformer", real, classes, max(draws // 10, 1)))
-    for title, engine, batch, count in cases:
-        for config in family:
-            sampler = configs.build(_provided(config))
-            fit = ex.simulate(sampler, engine, count, seed + (len(fits) << 32), batch)
-            fits[f"{title} {name(config)}"] = fit
-            print(f"simulated   {title:11} {name(config):32} {_words(fit)} of {engine.tokens}", flush=True)
-    return dict(zip(fits, ex.holm([f.p for f in fits.values()]), strict=True))
+    for i, config in enumerate(family, first):
+        fit = fits[name(config)] = ex.simulate(configs.build(_provided(config)), engine, count, seed + (i << 32), batch)
+        print(f"simulated   {title:11} {name(config):32} {_words(fit)} of {engine.tokens}", flush=True)
+    return fits
 
 
 def _words(fit: ex.Fit) -> str:
     return f"TV {fit.tv:.4f} (floor {fit.floor:.4f})  p {fit.p:.4f}  NFE {fit.nfe:.3f}"
 
 
+@torch.no_grad()
 def equalities(family: list[Any]) -> dict[str, bool]:
     """Tokens that must be equal: of an image at every batch size, though rows finish apart; of greedy draws, and of
     `pure_gumbel`, and those of plain autoregression."""
@@ -256,6 +276,7 @@ def _decoded(sampler: Sampler, engine: Engine, seeds: Any) -> tuple[Tensor, Tens
     return result.tokens, result.nfe_per_image
 
 
+@torch.no_grad()
 def controls(draws: int, seed: int) -> dict[str, bool]:
     """Samplers that are wrong on purpose: is each one seen, by enumeration and by simulation?"""
 

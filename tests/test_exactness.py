@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 import textwrap
 import types
@@ -154,7 +155,7 @@ def prove(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def run(*flags: str, **patches: Any) -> tuple[int, Any]:
         for name, value in patches.items():
             monkeypatch.setattr(exactness.mutants, name, value)
-        monkeypatch.setattr(sys, "argv", ["exactness", *flags])
+        monkeypatch.setattr(sys, "argv", ["exactness", "--processes", "1", *flags])
         with pytest.raises(SystemExit) as stop:
             exactness.main()
         return int(stop.value.code or 0), json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -167,6 +168,14 @@ def test_the_default_sampler_is_proved_on_1e5_draws(prove: Callable[..., tuple[i
     assert code == 0 and said["pass"] and said["enumeration_max_tv"] < 1e-12
     assert (said["enumerated"], said["simulated"]) == (3, 3)
     assert said["controls_caught"] == "9/9" and said["equalities"] == "3/3"
+
+
+def test_processes_change_nothing(prove: Callable[..., tuple[int, Any]]) -> None:
+    flags = ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "2")
+    run = [sys.executable, str(ROOT / "eval/exactness.py"), *flags, "--processes", "2"]
+    apart = subprocess.run(run, capture_output=True, text=True)
+    one, (code, said) = json.loads(apart.stdout.splitlines()[-1]), prove(*flags)
+    assert apart.returncode == code == 0 and one.pop("seconds") > 0 and said.pop("seconds") > 0 and one == said
 
 
 def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -> None:
@@ -190,7 +199,8 @@ def test_the_sampler_of_the_guide_is_compared_too(monkeypatch: pytest.MonkeyPatc
     exactness = program("exactness")
     family = exactness.configurations(mine.Config())
     assert family == [mine.Config()] and exactness.enumeration(family) == {}
-    assert min(exactness.simulation(family, 10_000, 0).values()) > 1e-3 and all(exactness.equalities(family).values())
+    fits = [exactness.simulation(title, family, 10_000, 0, 0) for title in exactness.TABLES]
+    assert min(fit.p for found in fits for fit in found.values()) > 1e-3 and all(exactness.equalities(family).values())
 
 
 @pytest.mark.parametrize(
