@@ -115,7 +115,8 @@ def main() -> None:
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
-        generator.check_guidance(settings.guidance)
+        if "generated" in settings.rows:
+            generator.check_sampling(settings)
         if "marginals" in settings.rows:
             ev.check_marginals(generator.tokenizer)
     if train is None and set(settings.rows) - {"generated"}:

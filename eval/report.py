@@ -18,14 +18,15 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen import speed, sweep
 from visgen.checks import Positive, Range, Seed
-from visgen.config import plugin
+from visgen.config import UserError, plugin
+from visgen.data import Data
 from visgen.generate import Generator
 from visgen.launch import Progress, writable
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.scale import CHUNK
 from visgen.small_set import SmallSet
-from visgen.sweep import CellConfig, Generators, Run, Target
+from visgen.sweep import Cell, CellConfig, Generators, Run, Target
 from visgen.sweep_report import SweepReport
 from visgen.train.main import data_of
 from visgen.train.mirror import mirror_sweep
@@ -97,11 +98,10 @@ def main() -> None:
     )
     data = settings.data or data_of(cells[0].settings.checkpoint)
     generators = Generators()
-    target = make_target(settings, data, extractor, generators.get(cells[0].settings), world)
+    pictures: Any = SmallSet(data) if settings.score == "kid" else ev.build_pictures(data, "held_out")
     for cell in cells:  # whatever can be refused is refused before the first image
-        generator = generators.get(cell.settings)
-        generator.check_guidance(cell.settings.guidance)
-        configs.build(cell.settings.sampler)
+        check(cell, generators, pictures.held_out if settings.score == "kid" else pictures)
+    target = make_target(settings, pictures, extractor, generators.get(cells[0].settings), world)
     run = Run(
         target,
         extractor,
@@ -127,21 +127,28 @@ def main() -> None:
         print(mirror_sweep(values, out), file=sys.stderr)
 
 
+def check(cell: Cell, generators: Generators, held_out: Data) -> None:
+    """Refuses a cell that cannot be drawn, or not be compared with these pictures."""
+    try:
+        generator = generators.get(cell.settings)
+        ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        generator.check_sampling(cell.settings)
+    except UserError as error:
+        raise UserError(f"row '{cell.name}': {error}") from None
+
+
 def make_target(
-    settings: SweepConfig, data: Any, extractor: FeatureExtractor, generator: Generator, world: ev.World
+    settings: SweepConfig, pictures: Any, extractor: FeatureExtractor, generator: Generator, world: ev.World
 ) -> Target:
-    """What the cells are scored against.
+    """What the cells are scored against: a `SmallSet`, or held-out pictures.
 
     Raises:
-        UserError: data of another size or other classes than the checkpoint's, or too few images.
+        UserError: too few images.
     """
     if settings.score == "kid":
-        small = SmallSet(data)
-        ev.check_match(small.held_out, generator.tokenizer, generator.class_count)
         how = (settings.n, settings.plan_seed, settings.groups, world)
-        return sweep.small_target(small, extractor, *how, generator.tokenizer, settings.engine.batch)
-    held_out = ev.build_pictures(data, "held_out")
-    ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        return sweep.small_target(pictures, extractor, *how, generator.tokenizer, settings.engine.batch)
+    held_out = pictures
     plan = SamplePlan(settings.n or 10_000, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)

@@ -143,7 +143,7 @@ def test_a_model_without_a_null_class_is_not_guided(
 ) -> None:
     from visgen.generate import Generator
 
-    def cannot(self: Any, guidance: Any) -> None:
+    def cannot(self: Any, guidance: Any, controlled: bool = False) -> None:
         raise UserError(f"no guidance of {guidance.scale}")
 
     monkeypatch.setattr(Generator, "check_guidance", cannot)

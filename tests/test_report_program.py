@@ -65,6 +65,10 @@ def test_a_row_with_axes_is_the_product_of_its_values() -> None:
         (["a b: warp.top_k=1", "A, B: warp.top_k=2"], "two cells are called 'a_b'"),
         ([], "rows is empty"),
         (["foo"], "row 'foo' has no name; write 'NAME: name=value"),
+        (["..: warp.top_k=1"], "row name '..' cannot be a file's name"),
+        (["日本: warp.top_k=1"], "row name '日本' cannot be a file's name"),
+        (["x" * 200 + ":"], "cannot be a file's name"),
+        (["a: warp.top_k=1 warp.top_k=2"], "is told warp.top_k twice"),
     ],
 )
 def test_rows_that_say_nothing_are_refused(rows: list[str], message: str) -> None:
@@ -134,6 +138,10 @@ def _refusal(report: Callable[..., dict[str, Any]], *flags: str) -> list[str]:
         (["--n", "40", "--no-allow-small"], "n = 40 images is not above the 64 feature dimensions of fd_debug"),
         (["--score", "kid", "--n", "66"], "--n 66 must be a multiple of the 70 held-out base pictures"),
         (["--extractor", "adm-tf1"], "pt_inception-2015-12-05-6726825d.pth"),
+        (["--rows", "ar:", "b: sampler.kind=masked"], "row 'b': sampler masked is not for this model"),
+        (["--rows", "ar:", "b: sampler.kind=speculative"], "row 'b': sampler.draft is needed"),
+        (["--rows", "ar:", "b: sampler.kind=speculative sampler.draft=nope"], "row 'b': sampler.draft: "),
+        (["--rows", "ar:", f"b: checkpoint={ROOT / 'assets/fashion32'}"], "row 'b': the data's image_size is (16, 16)"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_before_any_image(
@@ -141,7 +149,17 @@ def test_what_cannot_be_scored_is_refused_before_any_image(
 ) -> None:
     monkeypatch.delenv("VISGEN_WEIGHTS", raising=False)
     monkeypatch.setattr(sweep, "measure", None)
-    assert message in _refusal(report, *flags)[-1]
+    said = _refusal(report, *flags)
+    assert message in said[-1] and not any("reference" in line for line in said)
+
+
+@pytest.mark.parametrize("damaged", ["cell.json", "images.safetensors"])
+def test_a_damaged_cell_is_made_again(report: Callable[..., dict[str, Any]], tmp_path: Path, damaged: str) -> None:
+    flags = ("--rows", "ar:", "--no-timed", "--batches", "1")
+    first = report(*flags)
+    (tmp_path / "out/cells/ar" / damaged).write_bytes(b"{")
+    again = report(*flags)
+    assert [cell["metrics"] for cell in again["cells"]] == [cell["metrics"] for cell in first["cells"]]
 
 
 def test_kid_by_base(report: Callable[..., dict[str, Any]]) -> None:

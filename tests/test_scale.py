@@ -63,6 +63,13 @@ def evaluate(folder: Path, world: World, draw: Callable[[range], Any] = draw, **
     return {**values, "hash": whole.audit.hash, **whole.audit.checks()}
 
 
+def test_what_was_refused_before_its_first_chunk_binds_nothing(tmp_path: Path) -> None:
+    ChunkStore(tmp_path / "chunks", {"model": "other", "sampling": '{"a": {"b": 1}}'}, N, CHUNK)
+    evaluate(tmp_path / "chunks", World(), sampling='{"a": {"b": 2, "c": 0}}')
+    with pytest.raises(UserError, match=r"holds chunks of sampling a\.b 2, this run has a\.b 3"):
+        ChunkStore(tmp_path / "chunks", {"model": "m", "sampling": '{"a": {"b": 3, "c": 0}}'}, N, CHUNK)
+
+
 def processes(size: int, work: Callable[[World], Any], folder: Path) -> list[Any]:
     """What `work` gives in each of several gloo processes; None where one was killed."""
     context = multiprocessing.get_context("fork")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -179,6 +179,21 @@ class Generator(Conditioned):
     def refills(self, sampler: Any) -> bool:
         """Whether rows go on with the next image with this sampler, or the one of this config."""
         return refillable(self.model, sampler if isinstance(sampler, Sampler) else configs.build(sampler))
+
+    @torch.inference_mode()
+    def check_sampling(self, settings: SamplingConfig) -> None:
+        """Refuses guidance, filters or a sampler that do not fit a class-conditional model, before anything is drawn; a
+        draft model or teacher is read for it."""
+        guidance, warp = self.rules(settings.guidance, settings.warp, controlled=False)
+        sampler = settings.sampler
+        if getattr(sampler, "window", None) == "auto":  # whose choice takes a trial
+            sampler = replace(sampler, window=1)
+        built: Sampler = configs.build(sampler)
+        engine = Engine(self.model, guidance, warp, self.meta.get("tokenizer"))
+        engine.check(built)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        engine.begin({"label": zero})
+        built.init(engine, Noise(zero))
 
     def check_memory(self, grid: Grid, rows: int, branches: int) -> None:
         """Refuses images whose pixels and cache alone are more than there is: a CPU ends a process without a word."""

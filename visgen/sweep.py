@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from visgen.data import Data
 from visgen.generate import Generator
 from visgen.launch import Progress
 from visgen.loading import load
-from visgen.metrics.chunks import ChunkStore, write_whole
+from visgen.metrics.chunks import ChunkStore, difference, write_whole
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import FeatureBank, kid
@@ -90,6 +91,10 @@ def cells_of(rows: Sequence[str], sweep: Sequence[str], base: CellConfig) -> lis
                 f"row '{row}' has no name; write 'NAME: name=value ..', or 'NAME:' for no settings of its own"
             )
         pairs = [_pair(word, row) for word in [*sweep, *words.split()]]
+        keys = [key for key, _ in pairs]
+        again = next((key for key in keys if keys.count(key) > 1), None)
+        if again is not None:
+            raise UserError(f"row '{row}' is told {again} twice, by itself or by --sweep; leave one out")
         axes = [key for key, values in pairs if len(values) > 1]
         for chosen in itertools.product(*(values for _, values in pairs)):
             told = {key: value for (key, _), value in zip(pairs, chosen, strict=True)}
@@ -98,6 +103,11 @@ def cells_of(rows: Sequence[str], sweep: Sequence[str], base: CellConfig) -> lis
     if not found:
         raise UserError("rows is empty; give at least one, such as 'ar: sampler.kind=ar'")
     names = [cell.slug for cell in found]
+    odd = next((cell for cell in found if not re.search(r"[a-z0-9]", cell.slug) or len(cell.slug) > 100), None)
+    if odd is not None:
+        raise UserError(
+            f"row name '{odd.name[:40]}' cannot be a file's name; give it letters of a to z or digits, at most 100"
+        )
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice:
         raise UserError(f"two cells are called '{twice}'; give each row a name of its own")
@@ -275,7 +285,8 @@ def measure(cell: Cell, generator: Generator, run: Run, copy: float) -> Found:
         return found
     start = time.perf_counter()
     timed = time_cell(cell, generator, run, copy)
-    store = ChunkStore(folder / "chunks", identity, target.plan.n, run.chunk, run.world.rank)
+    kept = {**identity, "shown": str(run.shown)}  # what a chunk depends on
+    store = ChunkStore(folder / "chunks", kept, target.plan.n, run.chunk, run.world.rank)
     work = scale.Work(
         lambda part: scale.drawn(generator, target.plan, cell.settings, part, target.labels),
         run.extractor,
@@ -346,14 +357,16 @@ def _read(cell: Cell, folder: Path, identity: Mapping[str, str], run: Run) -> Fo
     path = folder / "cell.json"
     if not path.is_file():
         return None
-    held = json.loads(path.read_text())
+    try:
+        held, kept = json.loads(path.read_text()), load_file(folder / "images.safetensors")
+    except (json.JSONDecodeError, SafetensorError, OSError):  # damaged: it is made again
+        return None
     for name, value in identity.items():
         if held["identity"].get(name) != value:
+            there, here = difference(held["identity"].get(name), value)
             raise UserError(
-                f"{folder} holds a cell of {name} {held['identity'].get(name)}, this run has {value}; delete it, or "
-                "pass another --out"
+                f"{folder} holds a cell of {name} {there}, this run has {here}; delete it, or pass another --out"
             )
-    kept = load_file(folder / "images.safetensors")
     fits = len(kept["pixels"]) == min(run.shown, run.target.plan.n)
     if not fits or [s["batch"] for s in held["speed"]] != list(run.batches):
         return None

@@ -8,6 +8,7 @@ for the features that precision, recall and KID need.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,11 +132,13 @@ def load_bundle(
 def _arrays(path: Path) -> set[str]:
     if not path.is_file():
         raise UserError(f"reference {path} does not exist; pass a .safetensors, an .npz or a folder of images")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"reference {path} is no .npz, or damaged; pass a .safetensors, an .npz or a folder")
     try:
         with np.load(path) as arrays:
             return set(arrays.files)
-    except (ValueError, OSError) as error:
-        raise UserError(f"reference {path} is no .npz ({error}); pass a .safetensors, an .npz or a folder") from None
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"reference {path} is damaged ({error}); copy it again") from None
 
 
 def _adm(path: Path, extractor: FeatureExtractor, world: World, arrays: set[str], on_step: OnStep) -> Bundle:

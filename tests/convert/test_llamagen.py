@@ -205,6 +205,7 @@ def test_wrappings_of_a_tokenizer_prefer_the_average(wrapper: str, tmp_path: Pat
         ("c2i", lambda s: s.update({"extra.weight": torch.ones(2)}), r"1 unexpected: extra\.weight"),
         ("c2i", lambda s: s.update({"norm.weight": torch.ones(2)}), r"norm\.weight \(2,\) instead of \(64,\)"),
         ("c2i", lambda s: s.update({"norm.weight": torch.full((64,), torch.nan)}), "not finite in fp32"),
+        ("c2i", lambda s: s.update({"norm.weight": torch.ones(64, dtype=torch.int8)}), r"norm\.weight is torch\.int8"),
         ("c2i", lambda s: [s.pop(k) for k in [*s] if k.startswith("layers.1.")], r"missing: layers\.1\."),
         ("t2i", lambda s: s.pop("cls_embedding.uncond_embedding"), r"missing: cls_embedding\.embedding_table\.weight"),
         ("t2i", lambda s: s.pop("cls_embedding.cap_proj.fc1.weight"), r"missing: cls_embedding\.cap_proj\.fc1\.weight"),

@@ -205,3 +205,18 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no image"):
         (tmp_path / "empty").mkdir()
         FolderImages(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (Image.fromarray(np.full((4, 4), 40_000, np.uint16)), "more than 8 bits a channel"),
+        (Image.new("RGBA", (4, 4), (9, 9, 9, 128)), "is transparent in places"),
+    ],
+)
+def test_files_of_no_one_meaning_are_refused(tmp_path: Path, image: Image.Image, message: str) -> None:
+    Image.new("RGBA", (4, 4), (9, 9, 9, 255)).save(tmp_path / "a.png")
+    assert next(FolderImages(tmp_path).rows(1))[0].unique().tolist() == [9]
+    image.save(tmp_path / "b.png")
+    with pytest.raises(UserError, match=message):
+        list(FolderImages(tmp_path).rows(1))

@@ -77,7 +77,7 @@ def test_the_values_are_those_of_the_saved_average(words: Callable[..., list[str
 
 def test_random_numbers_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = scoring.Scoring(scoring.ScoreConfig(every=1), None)
-    made.extractor, made.precision = build_extractor("fd_debug"), "fp32"
+    made.extractor, made.precision, made.tokenizer = build_extractor("fd_debug"), "fp32", None
 
     def broken(x: Any) -> Any:
         torch.rand(5)
@@ -96,6 +96,7 @@ def test_random_numbers_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch
     [
         ("--score.extractor fd_efflite0", "n = 12 images is not above the 1280 feature dimensions of fd_efflite0"),
         ("--score.n 2", "score.n is 2; it must be at least 4"),
+        ("--score.sampler.kind masked", "score.*: sampler masked is not for this model, whose tokens are codes"),
         ("--score.data.kind synthetic --score.data.image-size 32", "the data's image_size is (32, 32)"),
         ("--score.data.kind codes --score.data.root nowhere", "score.every needs held-out pictures ("),
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +60,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a state, without the prefixes that DDP and torch.compile put before every key."""
-    found = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor)}
+    found = {k: v.detach() for k, v in state.items() if isinstance(v, Tensor) and isinstance(k, str)}
     for prefix in ("module.", "_orig_mod.", "module."):
         if found and all(k.startswith(prefix) for k in found):
             found = {k.removeprefix(prefix): v for k, v in found.items()}
@@ -84,6 +86,9 @@ def write_run(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, b
         (hidden / run_files.META).write_text(json.dumps(facts | {"dtype": dtype}, indent=1) + "\n")
         run_files.publish(step)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(hidden, ignore_errors=True)  # so that the same command may be run again
+        with contextlib.suppress(OSError):
+            (out / run_files.TOKENIZER).unlink()
         raise UserError(f"OUT {out} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -137,6 +137,11 @@ def fill(module: nn.Module, found: State, key: Callable[[str], str | None], sour
     ours = module.state_dict()
     used = {k: v for k, v in found.items() if not dropped(k)}
     audit(used, {theirs: ours[name].shape for name, theirs in names.items()}, source)
+    whole = next((k for k in names.values() if not used[k].is_floating_point()), None)
+    if whole is not None:
+        raise UserError(
+            f"{source}: {whole} is {used[whole].dtype}; quantized weights are not read, get those of floats"
+        )
     own = {name: tensor for name, tensor in ours.items() if name not in names}
     module.load_state_dict(own | {name: used[theirs] for name, theirs in names.items()}, assign=True)
     module.eval().requires_grad_(False)
@@ -281,9 +286,8 @@ def read(path: Path) -> tuple[str, dict[str, Tensor]]:
         for name in ("", *order):
             if any(mark.match(key) for key in states.get(name, ())):
                 return kind, states[name]
-    raise UserError(
-        f"{path} holds neither a GPT nor a VQ tokenizer of LlamaGen; its first keys: {', '.join(list(content)[:4])}"
-    )
+    first = ", ".join(map(str, list(content)[:4]))
+    raise UserError(f"{path} holds neither a GPT nor a VQ tokenizer of LlamaGen; its first keys: {first}")
 
 
 def weights_file(source: str) -> Path:

@@ -270,6 +270,14 @@ class Engine:
         if fitting not in (kind, decodes):
             raise UserError(f"sampler {kind} is not for this model's backbone; use --sampler.kind {fitting}")
 
+    def check(self, sampler: SamplerLike) -> None:
+        """Refuses a sampler that draws codes where the model has vectors, or the other way round."""
+        asked = getattr(sampler, "continuous", False), getattr(sampler, "whole", False)
+        if asked != (self.continuous, self.student):
+            kind, use = type(sampler).__module__.rpartition(".")[2], self.model.backbone.sampler
+            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes, drawn one by one"
+            raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
+
     @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
         """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch.
@@ -277,11 +285,7 @@ class Engine:
         Raises:
             UserError: the sampler draws codes and the model vectors, or the other way round.
         """
-        asked = getattr(sampler, "continuous", False), getattr(sampler, "whole", False)
-        if asked != (self.continuous, self.student):
-            kind, use = type(sampler).__module__.rpartition(".")[2], self.model.backbone.sampler
-            what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes, drawn one by one"
-            raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
+        self.check(sampler)
         state, step, _ = self.prepared(sampler, noise)
         self.synchronize()
         start = time.perf_counter()

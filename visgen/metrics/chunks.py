@@ -43,21 +43,20 @@ class ChunkStore:
     def __init__(self, folder: Path, identity: Mapping[str, str], n: int, size: int, rank: int = 0) -> None:
         self.folder, self.n, self.size, self.rank = folder, n, size, rank
         wanted = {**{k: str(v) for k, v in identity.items()}, "n": str(n), "chunk": str(size)}
+        self.told = json.dumps(wanted, indent=1, sort_keys=True).encode()  # written with the first chunk
         path = folder / MANIFEST
-        if path.is_file():
+        if path.is_file() and any(folder.glob("chunk_*.safetensors")):
             try:
                 held = json.loads(path.read_text())
             except json.JSONDecodeError:
                 raise UserError(f"{path} is damaged; delete {folder} to begin anew") from None
             for name in sorted({*held, *wanted}):
                 if held.get(name) != wanted.get(name):
+                    there, here = difference(held.get(name), wanted.get(name))
                     raise UserError(
-                        f"{folder} holds chunks of {name} {held.get(name)}, this run has {wanted.get(name)}; "
-                        "delete it, or pass another --out"
+                        f"{folder} holds chunks of {name} {there}, this run has {here}; delete it, or pass another "
+                        "--out"
                     )
-        elif rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(wanted, indent=1, sort_keys=True).encode())
 
     def __len__(self) -> int:
         return -(-self.n // self.size)
@@ -85,6 +84,9 @@ class ChunkStore:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            manifest = self.folder / MANIFEST
+            if not manifest.is_file() or manifest.read_bytes() != self.told:
+                write_whole(manifest, self.told)
             save_file(kept, temporary, {"sha256": _hash(kept)})
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -124,6 +126,21 @@ class ChunkStore:
         except (SafetensorError, OSError):
             return None
         return tensors if told == _hash(tensors) else None
+
+
+def difference(held: str | None, wanted: str | None) -> tuple[str | None, str | None]:
+    """Two values of an identity; of settings as JSON the part that differs alone."""
+    try:
+        there, here = json.loads(held or ""), json.loads(wanted or "")
+    except json.JSONDecodeError:
+        return held, wanted
+    path = ""
+    while isinstance(there, dict) and isinstance(here, dict):
+        key = next((k for k in sorted({*there, *here}) if there.get(k) != here.get(k)), None)
+        if key is None:
+            break
+        path, there, here = f"{path}.{key}" if path else key, there.get(key), here.get(key)
+    return f"{path} {json.dumps(there)}".strip(), f"{path} {json.dumps(here)}".strip()
 
 
 def _hash(tensors: Mapping[str, Tensor]) -> str:

@@ -110,9 +110,18 @@ class FolderImages:
     def _read(self, i: int) -> Tensor:
         try:
             with Image.open(self.files[i]) as image:
+                _require_plain(image, self.files[i])
                 return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
         except (UnidentifiedImageError, OSError) as error:
             raise UserError(f"image {self.files[i]} cannot be read ({error}); remove it or write it again") from None
+
+
+def _require_plain(image: Image.Image, path: Path) -> None:
+    """Refuses what has no one meaning as 8-bit RGB."""
+    if image.mode[0] in "IF":
+        raise UserError(f"image {path} has more than 8 bits a channel (mode {image.mode}); save it as 8-bit RGB")
+    if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
+        raise UserError(f"image {path} is transparent in places; save it on the background that it shall be scored on")
 
 
 def open_images(path: Path, lossy: bool = False) -> NpzImages | FolderImages:

@@ -92,6 +92,11 @@ class Scoring:
         except UserError as error:
             raise UserError(f"score.every needs held-out pictures ({error}), as --score.data.kind") from None
         ev.check_match(pictures, tokenizer, model.config.condition.classes)
+        generator, settings = self.drawing(model, tokenizer, EngineConfig("eager", str(device), "fp32", 1))
+        try:
+            generator.check_sampling(settings)
+        except UserError as error:
+            raise UserError(f"score.*: {error}") from None
         extractor = build_extractor(config.extractor, weights=config.weights, device=device)
         plan = SamplePlan(config.n, model.config.condition.classes, config.seed)
         n_ref = min(config.reference_n or len(pictures), len(pictures))
@@ -102,16 +107,19 @@ class Scoring:
         self.protocol = ev.protocol_of(extractor, reference, pictures, plan, config.groups)
         self.precision: Any = "bf16" if accelerator.mixed_precision == "bf16" and device.type == "cuda" else "fp32"
 
+    def drawing(self, model: Any, tokenizer: Any, engine: EngineConfig) -> tuple[Generator, SamplingConfig]:
+        """What draws the images by a copy of the model, and how."""
+        generator = Generator(copy.deepcopy(model), tokenizer, engine)
+        sampler = self.config.sampler or plugin_config("visgen.samplers", generator.model.backbone.sampler)
+        return generator, SamplingConfig(sampler, self.config.guidance, self.config.warp, engine)
+
     def measure(self, average: Any) -> dict[str, float]:
         """`eval/<protocol>/<metric>` of the weight average, on every process; the average itself is left as it is."""
         config, world = self.config, ev.World.current()
         devices = [self.extractor.device] if self.extractor.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             engine = EngineConfig(device=str(self.extractor.device), precision=self.precision, batch=config.batch)
-            generator = Generator(copy.deepcopy(average), self.tokenizer, engine)
-            sampler = config.sampler or plugin_config("visgen.samplers", generator.model.backbone.sampler)
-            settings = SamplingConfig(sampler, config.guidance, config.warp, engine)
-            generator.check_guidance(settings.guidance)
+            generator, settings = self.drawing(average, self.tokenizer, engine)
             tally = Tally(
                 self.extractor, self.reference, config.n, config.groups, world, config.allow_small, neighbours=False
             )
