@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from visgen import config as configs
 from visgen.config import UserError
@@ -47,6 +48,32 @@ def test_samples_do_not_depend_on_the_workers():
     for a, b in zip(here, there, strict=True):
         assert a["index"].tolist() == b["index"].tolist()
         assert np.array_equal(a["pixels"], b["pixels"])
+
+
+@pytest.mark.parametrize(("most", "shared"), [(0, {"pixels", "label", "index"}), (8 * 8, {"pixels"}), (1 << 20, set())])
+def test_small_tensors_of_a_batch_are_sent_and_large_ones_shared(monkeypatch, most, shared):
+    monkeypatch.setattr(orders, "SMALL", most)
+    keys = MicroBatches(Order(40, 8, 0), 0, 1, 0, 1, 1)
+    (here,), (there,) = (list(micro_batches(toy_data(), keys, 5, workers, pin=False)) for workers in (0, 1))
+    assert {name for name, values in there.items() if values.is_shared()} == shared
+    assert all(there[k].dtype == v.dtype and there[k].equal(v) for k, v in here.items()) and len(there) == len(here)
+
+
+def test_what_pins_a_batch_receives_tensors(monkeypatch):
+    seen = []
+
+    def pinned(batch, device=None):
+        seen.extend(batch.values())
+        return batch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", pinned)
+    (batch,) = micro_batches(toy_data(), MicroBatches(Order(40, 8, 0), 0, 1, 0, 1, 1), 5, 1, pin=True)
+    assert [id(value) for value in seen] == [id(value) for value in batch.values()]
+    assert all(isinstance(value, torch.Tensor) for value in seen)
 
 
 @pytest.mark.parametrize(("workers", "started"), [(0, 0), (2, 2), (3, 3), (9, 3)])

@@ -104,7 +104,7 @@ def ten_crop(image: Image.Image, size: int, crop_range: float) -> list[Image.Ima
 
 def to_pixels(image: Image.Image) -> Tensor:
     """RGB image -> uint8 [1, 3, H, W]."""
-    return torch.from_numpy(np.array(image).transpose(2, 0, 1)[None].copy())
+    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1)[None].copy())
 
 
 def stack_pixels(images: Sequence[Image.Image]) -> Tensor:

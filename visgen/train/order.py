@@ -19,7 +19,7 @@ from visgen.config import UserError
 from visgen.data import Data, Samples
 from visgen.launch import cpus
 
-SMALL = 1 << 20  # bytes
+SMALL = 1 << 20  # bytes of a tensor that is sent rather than shared
 Key = tuple[int, int]  # (index, epoch): the address of a sample in `Samples`
 
 
@@ -81,19 +81,27 @@ def micro_batches(
         worker_init_fn=_stand_apart,
     )
     try:
-        for batch in loader:
-            arrays = {k: torch.from_numpy(v) for k, v in batch.items() if isinstance(v, np.ndarray)}
-            yield {**batch, **{k: v.pin_memory() if pin else v for k, v in arrays.items()}}
+        yield from loader
     except UserError as error:  # a worker's comes with its whole traceback
         last = str(error).strip().splitlines()[-1]
         raise UserError(last.partition("UserError: ")[2] or last) from None
 
 
-def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+class _Parcel(dict[str, Any]):
     """A batch whose small tensors travel as bytes: to share a tensor's memory with another process takes a millisecond,
-    whatever its size."""
-    batch = default_collate(samples)
-    return {k: v.numpy() if isinstance(v, torch.Tensor) and v.nbytes <= SMALL else v for k, v in batch.items()}
+    whatever its size. It is unpacked by the thread that receives it, which with `pin` is not the one that trains."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        small = {k: v.numpy() for k, v in self.items() if isinstance(v, torch.Tensor) and v.nbytes <= SMALL}
+        return _unpack, ({**self, **small},)
+
+
+def _unpack(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
+
+
+def _collate(samples: list[dict[str, Any]]) -> _Parcel:
+    return _Parcel(default_collate(samples))
 
 
 def _stand_apart(worker: int) -> None:
