@@ -26,6 +26,7 @@ from visgen.model import Model
 from visgen.objectives import Objective
 from visgen.sampling import EngineConfig, SamplingConfig
 from visgen.tally import Bundle, Tally
+from visgen.train.shards import sharding
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,8 @@ class Scoring:
         except UserError as error:
             raise UserError(f"score.every needs held-out pictures ({error}), as --score.data.kind") from None
         ev.check_match(pictures, tokenizer, model.config.condition.classes)
-        generator, settings = self.drawing(model, tokenizer, EngineConfig("eager", str(device), "fp32", 1))
-        try:
-            generator.check_sampling(settings)
-        except UserError as error:
-            raise UserError(f"score.*: {error}") from None
+        if not sharding(accelerator):  # the shards of a model draw nothing; its whole average is checked when it does
+            self.check(model, tokenizer, str(device))
         extractor = build_extractor(config.extractor, weights=config.weights, device=device)
         plan = SamplePlan(config.n, model.config.condition.classes, config.seed)
         n_ref = min(config.reference_n or len(pictures), len(pictures))
@@ -106,6 +104,14 @@ class Scoring:
         self.reference = Bundle.of(reference)
         self.protocol = ev.protocol_of(extractor, reference, pictures, plan, config.groups)
         self.precision: Any = "bf16" if accelerator.mixed_precision == "bf16" and device.type == "cuda" else "fp32"
+
+    def check(self, model: Any, tokenizer: Any, device: str) -> None:
+        """Refuses a way of drawing that does not fit the model."""
+        generator, settings = self.drawing(model, tokenizer, EngineConfig("eager", device, "fp32", 1))
+        try:
+            generator.check_sampling(settings)
+        except UserError as error:
+            raise UserError(f"score.*: {error}") from None
 
     def drawing(self, model: Any, tokenizer: Any, engine: EngineConfig) -> tuple[Generator, SamplingConfig]:
         """What draws the images by a copy of the model, and how."""
