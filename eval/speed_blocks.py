@@ -21,6 +21,7 @@ from visgen import config as configs
 from visgen import speed, speed_blocks
 from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
+from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.launch import writable
 from visgen.metrics.report import environment
@@ -36,8 +37,9 @@ class SpeedBlocksConfig:
 
     Attributes:
         config: YAML of a training run of objective acdit.
-        measure: decode: as sample.py does. cache: that, and the same without a cache, eagerly both. training: a step by
-            FlexAttention, which has no backward pass on a CPU, and by a dense mask.
+        measure: decode: as sample.py does. cache: that, by the engine asked for and by the eager one, and the same without
+            a cache, which is eager. training: a step by FlexAttention, which has no backward pass on a CPU, and by a
+            dense mask.
         batches: batch sizes.
         repeats: after the first one; their median counts.
         compile: compile the blocks of the net that is trained, as `loop.compile` does.
@@ -69,7 +71,7 @@ def main() -> None:
         "config": str(settings.config),
         "measure": settings.measure,
         "parameters": parameters,
-        "engine": "training" if settings.measure == "training" else engine_of(settings).kind_on(device),
+        "engine": "training" if settings.measure == "training" else settings.engine.kind_on(device),
         "precision": str(dtype).removeprefix("torch."),
         "matmul_flops_per_s": rate,
         "command": shlex.join(["python", *sys.argv]),
@@ -80,7 +82,7 @@ def main() -> None:
         f"{facts['config']} ({parameters:,} parameters, random weights), {facts['engine']}, {facts['precision']}, "
         f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, matrix product {rate / 1e12:.4g} TFLOP/s\n\n"
         f"{speed_blocks.table(rows)}\n"
-        + "".join(f"\nbatch {batch}: the two differ by {value:.1e}\n" for batch, value in differences.items())
+        + "".join(f"\nbatch {batch}: the ways differ by {value:.1e}\n" for batch, value in differences.items())
     )
     found = {**facts, "differences": differences, "rows": [asdict(row) for row in rows]}
     (out / "speed_blocks.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -106,21 +108,23 @@ def asked(settings: SpeedBlocksConfig) -> Any:
         )
     if configs.kind_of(settings.sampler) != "blockwise":
         raise UserError(f"--sampler.kind {configs.kind_of(settings.sampler)} draws no blocks; leave it out")
+    if settings.measure == "training" and settings.engine.kind == "captured":
+        raise UserError("--measure training runs eagerly; leave out --engine.kind captured")
     return objective
 
 
-def engine_of(settings: SpeedBlocksConfig) -> EngineConfig:
-    """As asked; a comparison with what has no cache, which runs eagerly, is between eager engines."""
-    given = settings.engine
-    if settings.measure == "decode":
-        return given
-    if given.kind == "captured":
-        raise UserError(f"--measure {settings.measure} runs eagerly; leave out --engine.kind captured")
-    return EngineConfig("eager", given.device, given.precision, given.batch)
+def engines_of(settings: SpeedBlocksConfig, model: Model) -> list[Any]:
+    """What decodes, one after another."""
+    made = [settings.engine.make(model, settings.guidance)]
+    if settings.measure == "cache":
+        if type(made[0]) is not Engine:
+            made.append(Engine(model, settings.guidance))
+        made.append(speed_blocks.Uncached(model, settings.guidance))
+    return made
 
 
 def measured(settings: SpeedBlocksConfig, objective: Any, rate: float) -> tuple[list[Any], dict[int, float]]:
-    """Rows of the table, and by how much the results of two ways differ, relative to the largest value."""
+    """Rows of the table, and by how much the results of the ways differ, relative to the largest value."""
     device, dtype = settings.engine.resolve()
     rows: list[Any] = []
     differences: dict[int, float] = {}
@@ -136,15 +140,14 @@ def measured(settings: SpeedBlocksConfig, objective: Any, rate: float) -> tuple[
                     differences[batch] = abs(rows[-1].loss - rows[-2].loss) / abs(rows[-1].loss)
                 continue
             drawn = []
-            engines = [engine_of(settings).make(model, settings.guidance)]
-            if settings.measure == "cache":
-                engines.append(speed_blocks.Uncached(model, settings.guidance))
+            engines = engines_of(settings, model)
             while engines:  # one at a time: a cache of long clips is large
                 row, tokens = speed_blocks.decode(engines.pop(0), settings.sampler, batch, rate, settings.repeats)
                 rows.append(row)
                 drawn.append(tokens)
-            if len(drawn) == 2:
-                differences[batch] = float((drawn[0] - drawn[1]).abs().max() / drawn[1].abs().max())
+            if len(drawn) > 1:
+                last = drawn.pop()
+                differences[batch] = max(float((x - last).abs().max() / last.abs().max()) for x in drawn)
         except torch.OutOfMemoryError:
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed_blocks.table(rows).splitlines()[-1], file=sys.stderr)

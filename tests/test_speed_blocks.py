@@ -190,7 +190,7 @@ def test_the_program(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("", "--config is missing"),
         ("--config configs/debug/next_token.yaml", "eval/speed.py times the others"),
         ("--config configs/debug/acdit.yaml --sampler.kind ar", "draws no blocks"),
-        ("--config configs/debug/acdit.yaml --measure cache --engine.kind captured", "runs eagerly"),
+        ("--config configs/debug/acdit.yaml --measure training --engine.kind captured", "runs eagerly"),
         ("--config configs/debug/acdit.yaml --engine.kind captured", "--engine.kind eager"),
         ("--config configs/debug/acdit.yaml --batches 0", "batches"),
     ],

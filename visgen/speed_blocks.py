@@ -33,7 +33,7 @@ class Decode:
 
     Attributes:
         batch, frames: images, or clips and the frames of each.
-        way: cached or uncached.
+        way: captured (with a cache), cached (eagerly) or uncached.
         seconds: median over the repeats; first: the first decode, kernels compiled and graph captured.
         images_per_s: or clips.
         nfe: evaluations of the backbone.
@@ -208,12 +208,13 @@ def decode(engine: Engine, sampler: Any, batch: int, rate: float, repeats: int =
     first = run(0)
     seconds = statistics.median(run((i + 1) * batch).seconds for i in range(repeats))
     blocks, cached = first.notes["blocks"], not isinstance(engine, Uncached)
+    way = "captured" if engine.fused else "cached" if cached else "uncached"
     steps = (first.nfe - blocks + 1) // blocks  # each but the last has one evaluation more, its commit
     flops = decode_work(model, batch, engine.guidance.branches, blocks, steps, sampler.context, cached)
     found = Decode(
         batch=batch,
         frames=first.tokens.shape[1] * model.grid[0] // model.tokens,
-        way="cached" if cached else "uncached",
+        way=way,
         seconds=seconds,
         first=first.seconds,
         images_per_s=batch / seconds,

@@ -89,11 +89,11 @@ class Sprites(Data):
         clip = np.full((self.config.frames, size, size, 3), ground, np.float32)
         for _ in range(self.config.sprites):
             colour, cover = self._sprite(int(rng.integers(len(self.pictures))))
-            for frame, (x, y) in zip(clip, motion(len(clip), room, rng), strict=True):
-                moved = np.array([[1, 0, x], [0, 1, y]])
-                over = cv2.warpAffine(colour * cover, moved, (size, size))
-                mask = cv2.warpAffine(cover, moved, (size, size))[..., None]
-                frame[:] = frame * (1 - mask) + over
+            sprite = np.concatenate([colour * cover, cover], -1)
+            path = motion(len(clip), room, rng)
+            moved = np.stack([cv2.warpAffine(sprite, np.array([[1, 0, x], [0, 1, y]]), (size, size)) for x, y in path])
+            clip *= 1 - moved[..., 3:]
+            clip += moved[..., :3]
         return np.clip(np.rint(clip), 0, 255).astype(np.uint8)
 
     def _sprite(self, index: int) -> tuple[np.ndarray, np.ndarray]:
