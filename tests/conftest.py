@@ -30,6 +30,7 @@ from visgen.model import Model, ModelConfig
 
 torch.set_num_threads(1)
 
+ASSETS = Path(__file__).parents[1] / "assets"
 LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
 
 
@@ -53,6 +54,28 @@ def no_network() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     for name in ("connect", "connect_ex"):
         patch.setattr(socket.socket, name, guarded(getattr(socket.socket, name)))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bundled_sheets_are_decoded_once() -> Iterator[None]:
+    """The pictures of `assets/emoji64` take seconds to decode, and many tests build the data set anew."""
+    from visgen.data import emoji
+
+    read, kept = emoji.read_sheets, {}
+
+    def reading(files: Any, *sizes: int) -> Any:
+        if not all(ASSETS in file.resolve().parents for file in files):
+            return read(files, *sizes)
+        key = (*files, *sizes)
+        if key not in kept:
+            kept[key] = read(files, *sizes)
+            kept[key].flags.writeable = False
+        return kept[key]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(emoji, "read_sheets", reading)
     yield
     patch.undo()
 

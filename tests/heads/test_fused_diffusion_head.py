@@ -116,7 +116,7 @@ def test_walks_end_where_the_heads_do(
 ) -> None:
     head = made(**values)
     slow, fast = laws(head, 2, (2, 3))
-    path = walk(head.path, solver, 4)
+    path = walk(head.path, solver, 2 if solver == "heun" else 4)  # four evaluations, or three
     table, bounds, about, _ = tables([path], head, DEVICE)
     state = SimpleNamespace(**{k: torch.cat([v[:1], v]) for k, v in (("table", table), ("bounds", bounds))})
     state.about = torch.cat([about[:1], about])  # the walk begins at row 1
@@ -167,10 +167,10 @@ def decode(engine: Engine, kind: str, known: Any = None, **values: Any) -> Gener
 
 @pytest.mark.parametrize("known", [False, True])
 def test_masked_decodes_the_same_vectors(make_masked: Callable[..., Any], known: bool) -> None:
-    model = make_masked(grid=(1, 3, 3)).to(DEVICE)
-    given = None
+    model = make_masked(grid=(1, 3, 3) if ON_GPU else (1, 2, 3)).to(DEVICE)
+    given, n = None, model.tokens
     if known:
-        given = torch.randn(2, 9, 3, device=DEVICE), torch.arange(9, device=DEVICE).expand(2, -1) % 4 == 1
+        given = torch.randn(2, n, 3, device=DEVICE), torch.arange(n, device=DEVICE).expand(2, -1) % 4 == 1
     guidance = Guidance(2.5, schedule="linear")
     wanted, found = (decode(kind(model, guidance), "masked", given, iterations=3) for kind in (Engine, FAST))
     assert apart(found.tokens, wanted.tokens) < 1e-3 and found.rounds.equal(wanted.rounds)
