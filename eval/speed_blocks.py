@@ -37,9 +37,9 @@ class SpeedBlocksConfig:
 
     Attributes:
         config: YAML of a training run of objective acdit.
-        measure: decode: as sample.py does. cache: that, by the engine asked for and by the eager one, and the same without
-            a cache, which is eager. training: a step by FlexAttention, which has no backward pass on a CPU, and by a
-            dense mask.
+        measure: decode: as sample.py does. cache: that, by the engine asked for and by the eager one, and the same
+            without a cache, which is eager. training: a step by FlexAttention, which has no backward pass on a CPU, and
+            by a dense mask.
         batches: batch sizes.
         repeats: after the first one; their median counts.
         compile: compile the blocks of the net that is trained, as `loop.compile` does.
