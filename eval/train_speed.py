@@ -40,6 +40,7 @@ class TrainSpeedConfig:
         precision: config: the config's.
         compile: config: as the config has it; none, blocks or whole (`loop.compiled`).
         recompute: keep no activation inside a block.
+        reduce: config: as the config has it; fp32 or bf16 (`loop.reduce`).
         laps, steps: the median over so many laps of so many steps counts.
         peak_tflops: as `loop.peak_tflops`.
         out: directory of the report.
@@ -51,6 +52,7 @@ class TrainSpeedConfig:
     precision: Literal["config", "bf16", "tf32", "fp32"] = "config"
     compile: Literal["config", "none", "blocks", "whole"] = "config"
     recompute: bool = False
+    reduce: Literal["config", "fp32", "bf16"] = "config"
     laps: Positive = 3
     steps: Positive = 10
     peak_tflops: Weight = 0.0
@@ -71,6 +73,8 @@ def main() -> None:
     }
     if settings.precision != "config":
         changed["precision"] = settings.precision
+    if settings.reduce != "config":
+        changed["reduce"] = settings.reduce
     if settings.compile != "config":
         changed["compile"] = settings.compile != "none"
         changed["compiled"] = "whole" if settings.compile == "whole" else "blocks"
@@ -90,6 +94,7 @@ def main() -> None:
             "precision": loop.precision,
             "compiled": loop.compiled if loop.compile else "no",
             "recompute": loop.recompute,
+            "reduce": loop.reduce,
             "command": shlex.join(["python", *sys.argv]),
             **environment(),
         }

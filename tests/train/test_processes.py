@@ -60,6 +60,17 @@ def test_two_processes_have_the_loss_curve_of_one(two, one):
     assert a.keys() == b.keys() and all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
 
 
+def test_gradients_that_are_summed_in_bf16_are_equal_and_near(two, tmp_path):
+    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
+    run = ("--loop.out", str(tmp_path / "run"), "--objective.trace", str(tmp_path), "--loop.reduce", "bf16")
+    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *run, CUDA_VISIBLE_DEVICES="")
+    first, second, exact = turns(tmp_path, 0), turns(tmp_path, 1), turns(two, 0)
+    assert [t[:3] for t in first] == [t[:3] for t in second]
+    assert first[0][2] == exact[0][2] and all(a[2] != b[2] for a, b in zip(first[1:], exact[1:], strict=True))
+    for a, b in zip(metrics(tmp_path / "run", *SLOW_PARTS), metrics(two / "run", *SLOW_PARTS), strict=True):
+        assert a == pytest.approx(b, rel=2e-2, abs=1e-3)
+
+
 def test_a_checkpoint_of_two_processes_continues_in_one(two, one, tmp_path):
     run = train(tmp_path / "on", "--loop.resume", str(two / "run" / "step_0000004"))
     expected = metrics(one / "run", *SLOW_PARTS)[4:]

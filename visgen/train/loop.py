@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
 from visgen import config as configs
@@ -160,10 +161,11 @@ def make_accelerator(loop: LoopConfig) -> Accelerator:
     """The processes and devices of this launch."""
     torch.set_float32_matmul_precision("highest" if loop.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = loop.precision != "fp32"
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    if loop.reduce == "bf16":
+        ddp.comm_hook = DDPCommunicationHookType.BF16
     return Accelerator(
-        mixed_precision="bf16" if loop.precision == "bf16" else "no",
-        cpu=on_cpu(),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        mixed_precision="bf16" if loop.precision == "bf16" else "no", cpu=on_cpu(), kwargs_handlers=[ddp]
     )
 
 

@@ -46,6 +46,8 @@ class LoopConfig:
         accumulation: micro-batches of one step, on each process.
         precision: bf16 is autocast around each net's forward; tf32 lets fp32 matrix products and convolutions run in
             TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
+        reduce: in what whole (DDP) gradients are summed over the processes: fp32, or bf16, which moves half the bytes
+            and rounds each process' share to 8 bits first. Sharded ones are always summed in fp32.
         clip: largest gradient norm of a net, 0 for none.
         most_skipped: a step whose loss or gradient is not finite changes nothing; the run ends where more than so many
             of a net come in a row, which is looked at when something is logged or saved.
@@ -73,6 +75,7 @@ class LoopConfig:
     batch: Positive = 64
     accumulation: Positive = 1
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
+    reduce: Literal["fp32", "bf16"] = "fp32"
     clip: Weight = 1.0
     most_skipped: Natural = 10
     compile: bool = False
