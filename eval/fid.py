@@ -92,13 +92,44 @@ class FidConfig(SamplingConfig):
     out: Path = Path("out/eval/fid")
 
 
+@dataclass
+class Inputs:
+    """What the rows are made of. `train` and `chosen` are there where a row wants them."""
+
+    extractor: FeatureExtractor
+    held_out: Data
+    plan: SamplePlan
+    generator: Generator | None
+    train: Data | None
+    chosen: Sequence[int]
+
+
 def main() -> None:
     settings = configs.load(FidConfig, sys.argv[1:], prog="eval/fid.py")
+    world = ev.World.current()
+    out = writable(settings.out, "--out")
+    inputs = prepare(settings)
+    ref, protocol = reference_of(settings, inputs, world)
+    reports: dict[str, Report] = {row: score(row, settings, inputs, ref, protocol, world) for row in settings.rows}
+    if world.rank == 0:
+        text = table(reports, list(next(iter(reports.values())).scores))
+        (out / "table.md").write_text(text)
+        print(text)
+        if settings.wandb:
+            from visgen.train.mirror import mirror_reports
+
+            mirror_reports(reports, out)
+
+
+def prepare(settings: FidConfig) -> Inputs:
+    """Loads what is asked for.
+
+    Raises:
+        UserError: whatever can be refused before the first image.
+    """
     needs_checkpoint = [r for r in settings.rows if r != "real"]
     if needs_checkpoint and not settings.checkpoint:
         raise UserError(f"--checkpoint is needed for the rows {', '.join(needs_checkpoint)}")
-    world = ev.World.current()
-    out = writable(settings.out, "--out")
     if settings.reference_cache:
         writable(settings.reference_cache.parent, "the folder of --reference-cache")
     device, _ = settings.engine.resolve()
@@ -122,48 +153,49 @@ def main() -> None:
     if train is None and set(settings.rows) - {"generated"}:
         train = ev.build_pictures(settings.data, "train")
     chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
+    return Inputs(extractor, held_out, plan, generator, train, chosen)
+
+
+def reference_of(settings: FidConfig, inputs: Inputs, world: ev.World) -> tuple[Bundle, EvalProtocol]:
+    """What the rows are compared with: a file's numbers, or those of the held-out split."""
+    extractor, held_out, plan = inputs.extractor, inputs.held_out, inputs.plan
     with Progress("reference", world.rank == 0) as step:
         if settings.reference is not None:
             ref = load_bundle(settings.reference, extractor, world, on_step=step)
             require_reference(ref, held_out.image_size)
-            protocol = protocol_of(extractor, ref, plan.n, plan.mode, settings.groups, held_out.image_size[0])
-        else:
-            split = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
-            ref = Bundle.of(split)
-            protocol = ev.protocol_of(extractor, split, held_out, plan, settings.groups)
-    reports: dict[str, Report] = {}
-    for row in settings.rows:
-        start = time.perf_counter()
-        tally = Tally(extractor, ref, plan.n, settings.groups, world, settings.allow_small, settings.neighbours)
-        with Progress(row, world.rank == 0) as step:
-            if row == "generated" and generator:
-                checks = score_generated(generator, settings, plan, extractor, tally, protocol, step)
-            else:
-                images = make_rows(row, settings, generator, train, chosen, plan, world)
-                checks = tally.take(images, extractor, step)
-        scores = tally.scores()
-        seconds = time.perf_counter() - start
-        about = describe(settings, generator) if row == "generated" and generator else {}
-        reports[row] = Report(
-            protocol,
-            scores,
-            model={"ckpt": settings.checkpoint or row, **(generator.meta if generator and row != "real" else {})},
-            sampling={"row": row, "plan": plan.hash, **{k: v for k, v in about.items() if k != "model"}},
-            checks=checks,
-            speed={"img_per_s": settings.n / seconds, "device": str(device)},
-            command=shlex.join(["python", *sys.argv]),
-            duration_s=seconds,
-        )
-        if world.rank == 0:
-            reports[row].write(out / row)
-    if world.rank == 0:
-        text = table(reports, list(next(iter(reports.values())).scores))
-        (out / "table.md").write_text(text)
-        print(text)
-        if settings.wandb:
-            from visgen.train.mirror import mirror_reports
+            return ref, protocol_of(extractor, ref, plan.n, plan.mode, settings.groups, held_out.image_size[0])
+        split = ev.reference(held_out, extractor, world, settings.reference_n, settings.reference_cache, step)
+        return Bundle.of(split), ev.protocol_of(extractor, split, held_out, plan, settings.groups)
 
-            mirror_reports(reports, out)
+
+def score(
+    row: Row, settings: FidConfig, inputs: Inputs, ref: Bundle, protocol: EvalProtocol, world: ev.World
+) -> Report:
+    """Makes the images of a row and scores them; writes OUT/<row>/."""
+    start, generator, plan = time.perf_counter(), inputs.generator, inputs.plan
+    tally = Tally(inputs.extractor, ref, plan.n, settings.groups, world, settings.allow_small, settings.neighbours)
+    about: dict[str, Any] = {}
+    with Progress(row, world.rank == 0) as step:
+        if row == "generated" and generator:
+            checks = score_generated(generator, settings, plan, inputs.extractor, tally, protocol, step)
+            about = describe(settings, generator)
+        else:
+            checks = tally.take(make_rows(row, settings, inputs, world, step), inputs.extractor, step)
+    scores = tally.scores()
+    seconds = time.perf_counter() - start
+    report = Report(
+        protocol,
+        scores,
+        model={"ckpt": settings.checkpoint or row, **(generator.meta if generator and row != "real" else {})},
+        sampling={"row": row, "plan": plan.hash, **{k: v for k, v in about.items() if k != "model"}},
+        checks=checks,
+        speed={"img_per_s": settings.n / seconds, "device": str(settings.engine.resolve()[0])},
+        command=shlex.join(["python", *sys.argv]),
+        duration_s=seconds,
+    )
+    if world.rank == 0:
+        report.write(settings.out / row)
+    return report
 
 
 def plan_of(settings: FidConfig, data: Data) -> SamplePlan:
@@ -204,22 +236,18 @@ def score_generated(
 
 
 def make_rows(
-    row: Row,
-    settings: FidConfig,
-    generator: Generator | None,
-    train: Any,
-    chosen: Sequence[int],
-    plan: SamplePlan,
-    world: ev.World,
+    row: Row, settings: FidConfig, inputs: Inputs, world: ev.World, on_step: Callable[[int, int], None]
 ) -> ev.Rows:
-    """The images of a row; `chosen` are the training images of the rows real and recon."""
-    batch = settings.engine.batch
+    """The images of a row that is not generated; `on_step` is told of what goes before the first one."""
+    batch, train = settings.engine.batch, inputs.train
+    assert train is not None
     if row == "real":
-        return ev.pictures(train, chosen, world)
-    assert generator is not None
+        return ev.pictures(train, inputs.chosen, world)
+    assert inputs.generator is not None
+    tokenizer = inputs.generator.tokenizer
     if row == "recon":
-        return ev.round_trip(generator.tokenizer, ev.pictures(train, chosen, world, batch))
-    return ev.marginals(generator.tokenizer, train, plan, world, batch)
+        return ev.round_trip(tokenizer, ev.pictures(train, inputs.chosen, world, batch))
+    return ev.marginals(tokenizer, train, inputs.plan, world, batch, on_step)
 
 
 if __name__ == "__main__":

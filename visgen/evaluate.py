@@ -194,21 +194,28 @@ def round_trip(tokenizer: Tokenizer, rows: Rows) -> Rows:
         yield reconstruct(tokenizer, pixels[:, None])[1][:, 0], index
 
 
-def marginals(tokenizer: Tokenizer, data: Data, plan: SamplePlan, world: World | None = None, batch: int = 256) -> Rows:
+def marginals(
+    tokenizer: Tokenizer,
+    data: Data,
+    plan: SamplePlan,
+    world: World | None = None,
+    batch: int = 256,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Rows:
     """Decoded tokens drawn independently from each position's histogram over `data`: what a model that learned
-    nothing but where codes occur would make."""
+    nothing but where codes occur would make. `on_step(done, total)` follows the counting."""
     world = world or World()
     check_marginals(tokenizer)
     assert tokenizer.vocab is not None
     device = next(tokenizer.parameters()).device
-    counts: Tensor | None = None
+    counts = torch.zeros(0, device=device)
     for start in range(0, len(data), batch):
-        ids = reconstruct(
-            tokenizer, data.get_many(list(range(start, min(start + batch, len(data)))))["pixels"], decode=False
-        )[0]
-        ones = torch.nn.functional.one_hot(ids, tokenizer.vocab).sum(0)  # [N, V]
-        counts = ones if counts is None else counts + ones
-    assert counts is not None
+        stop = min(start + batch, len(data))
+        ids = reconstruct(tokenizer, data.get_many(list(range(start, stop)))["pixels"], decode=False)[0].T  # [N, B]
+        counts = counts if len(counts) else torch.zeros(len(ids), tokenizer.vocab, device=device)
+        counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))  # whole numbers, exact up to 2^24
+        if on_step is not None:
+            on_step(stop, len(data))
     logits = counts.double().log().float()
     rows = plan.rows(world.rank, world.size)
     for start in range(0, len(rows), batch):
