@@ -42,7 +42,8 @@ class SpeedBlocksConfig:
             by a dense mask.
         batches: batch sizes.
         repeats: after the first one; their median counts.
-        compile: compile the blocks of the net that is trained, as `loop.compile` does.
+        compile: compile the blocks of the net that is trained, as `loop.compile` does; `engine.compile` does so for a
+            decode.
         sampler, guidance: how blocks are drawn.
         engine: kind, device, precision (its batch is not read); training is under autocast to that precision.
         out: directory of the report.
@@ -108,6 +109,8 @@ def asked(settings: SpeedBlocksConfig) -> Any:
         )
     if configs.kind_of(settings.sampler) != "blockwise":
         raise UserError(f"--sampler.kind {configs.kind_of(settings.sampler)} draws no blocks; leave it out")
+    if settings.measure == "cache" and settings.engine.compile:
+        raise UserError("--measure cache compares ways that are not compiled; leave out --engine.compile")
     if settings.measure == "training" and settings.engine.kind == "captured":
         raise UserError("--measure training runs eagerly; leave out --engine.kind captured")
     return objective

@@ -47,7 +47,7 @@ def test_writes_a_grid_and_single_pictures_with_their_settings(
     assert found["guidance"] == {"scale": 2.0, "interval": [0.0, 1.0], "schedule": "linear", "control": None}
     assert found["warp"] == {"temperature": 1.0, "top_k": 9, "top_p": 1.0}
     assert found["sampler"] == {"kind": "ar"} and found["checkpoint"] == str(checkpoint_dir)
-    assert found["engine"] == {"kind": "eager", "device": "cpu", "precision": "float32", "batch": 16}
+    assert found["engine"] == {"kind": "eager", "device": "cpu", "precision": "float32", "batch": 16, "compile": False}
     assert found["model"]["step"] == 10 and len(found["model"]["tokenizer"]) == 12
     whole = settings_of(out / "grid.png")
     assert (whole["labels"], whole["seeds"]) == ([2] * 3 + [0] * 3, list(range(40, 46)))

@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import torch
 
+from visgen.backbones import Backbone
 from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.launch import device_of
 from visgen.model import Model
+from visgen.nn.blocks import blocks_of, compile_blocks
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,12 +28,15 @@ class EngineConfig:
         device: a torch device; "auto" takes a GPU when there is one.
         precision: of the transformer; "auto" is bf16 on a GPU and fp32 on a CPU. The tokenizer always runs in fp32.
         batch: images decoded at once.
+        compile: torch.compile the blocks of a backbone that has no kernels of its own, such as acdit's. It takes a
+            while, before the first image.
     """
 
     kind: Literal["auto", "captured", "eager"] = "auto"
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     batch: int = 16
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -61,11 +66,22 @@ class EngineConfig:
         tokenizer: str | None = None,
     ) -> Engine:
         """The engine of `model`, where it lies; for the arguments see `Engine`."""
-        if self.kind_on(model.parameter_device()) == "eager":
+        kind = self.kind_on(model.parameter_device())
+        if self.compile:
+            self._compile(model.backbone, kind)
+        if kind == "eager":
             return Engine(model, guidance, warp, tokenizer)
         from visgen.decode.captured import CapturedEngine  # needs Triton
 
         return CapturedEngine(model, guidance, warp, tokenizer)
+
+    def _compile(self, backbone: Backbone, kind: str) -> None:
+        """Compiles the blocks, once."""
+        plain = type(backbone).fused is Backbone.fused and type(backbone).fused_pass is Backbone.fused_pass
+        if kind == "captured" and not plain:
+            raise UserError("engine.compile true: this backbone has kernels of its own, which are faster; leave it out")
+        if not any("forward" in vars(block) for block in blocks_of(backbone)):
+            compile_blocks(backbone)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,11 @@ def test_auto_is_eager_without_a_gpu_and_captured_is_refused(make_model: MakeMod
         EngineConfig(kind="captured").make(model)
 
 
+def test_blocks_with_kernels_of_their_own_are_not_compiled(make_model: MakeModel) -> None:
+    with pytest.raises(UserError, match=r"engine\.compile true: this backbone has kernels of its own.*leave it out"):
+        EngineConfig(compile=True)._compile(make_model().backbone, "captured")
+
+
 def test_without_triton_the_eager_engine_is_the_remedy(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match=r"needs Triton.*--engine.kind eager"):

@@ -15,6 +15,7 @@ from visgen.decode.engine import Engine, Generation
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.nn.diffusion import rows
+from visgen.sampling import EngineConfig
 
 LABELS, SEEDS = torch.tensor([0, 2, 1]), torch.tensor([3, 1, 4])
 C = 3
@@ -149,6 +150,40 @@ def test_a_context_window_bounds_the_cache(make_blocks: Callable[..., Any]) -> N
     assert close(wide.tokens, tokens[8, None])
     assert close(tokens[8, 2][:, :12], tokens[8, None][:, :12]), "three blocks fit the window"
     assert not close(tokens[8, 2][:, 12:], tokens[8, None][:, 12:])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grid": (4, 2, 2), "block": (1, 2, 2), "layers": 3},
+        {"grid": (2, 8, 16), "block": (1, 8, 16), "layers": 2, "attention": "flex"},
+    ],
+    ids=["dense", "flex"],
+)
+def test_compiled_blocks_draw_the_same_and_are_compiled_once(
+    make_blocks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """Whatever block is at work, and however many there are: no position is a constant of the code."""
+    frames = 2 * given["grid"][0]
+    wanted, run = decode(make_blocks(**given), 2.0, frames=frames, context=3).tokens, torch.compile
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda method: run(method, backend=counting, fullgraph=True))
+    model = make_blocks(**given)
+    for _ in range(2):  # made twice, compiled once
+        engine = EngineConfig("eager", "cpu", compile=True).make(model, Guidance(2.0))
+    engine.begin({"label": LABELS})
+    found = engine.run(made(frames=frames, context=3), Noise(SEEDS)).tokens
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert 1 <= len(graphs) <= 3 * 2, "once a layer, and at most once more for the layer's number"
+    before = len(graphs)
+    engine.begin({"label": LABELS.flip(0)})
+    engine.run(made(frames=frames, context=3), Noise(SEEDS + 1))
+    assert len(graphs) == before
 
 
 def test_one_cache_serves_batches_of_one_shape(make_blocks: Callable[..., Any]) -> None:

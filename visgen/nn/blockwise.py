@@ -133,21 +133,33 @@ class BlockCache(KVCache):
         if self.tiled is not None:
             self.tiled.show(seen)
         mask = None if self.tiled else seen.repeat_interleave(w, 0).repeat_interleave(w, 1)  # [K W, S]
+        return _Window(self, written, mask)
 
-        def attend(q: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-            q, key, value = (self._folded(part) for part in (q, key, value))  # [B, H, K W, d]
-            keys, values = (part.to(q.dtype) for part in self.update(layer, key, value, written))
-            if self.tiled is not None:
-                out = self.tiled(q, keys, values)
-            else:
-                out = F.scaled_dot_product_attention(q, keys, values, mask)
-            return out.unflatten(2, (k, w)).permute(2, 0, 1, 3, 4).flatten(0, 1)
-
-        return attend
-
-    def _folded(self, x: Tensor) -> Tensor:
+    def fold(self, x: Tensor) -> Tensor:
         """[K B, H, W, d] -> [B, H, K W, d]: the branches of an image read one cache."""
         return x.unflatten(0, (self.branches, self.rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _Window:
+    """What `BlockCache.window` gives: an object, so that what is compiled for one serves the next.
+
+    Args:
+        written: [1, K W] slots of the cache.
+        mask: [K W, S], or None where tiles are skipped.
+    """
+
+    def __init__(self, cache: BlockCache, written: Tensor, mask: Tensor | None) -> None:
+        self.cache, self.written, self.mask = cache, written, mask
+
+    def __call__(self, q: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        cache = self.cache
+        q, key, value = (cache.fold(part) for part in (q, key, value))  # [B, H, K W, d]
+        keys, values = (part.to(q.dtype) for part in cache.update(layer, key, value, self.written))
+        if cache.tiled is not None:
+            out = cache.tiled(q, keys, values)
+        else:
+            out = F.scaled_dot_product_attention(q, keys, values, self.mask)
+        return out.unflatten(2, (cache.branches, cache.block)).permute(2, 0, 1, 3, 4).flatten(0, 1)
 
 
 class _Tiled:
@@ -158,6 +170,7 @@ class _Tiled:
         from torch.nn.attention.flex_attention import BlockMask
 
         places, device = cache.blocks + cache.branches - 1, cache.keys.device
+        self.flex = _flex(device)
         self.each, width = cache.block // TILE, cache.block
         self.seen = seen = torch.ones(cache.branches, places, dtype=torch.bool, device=device)
 
@@ -184,4 +197,4 @@ class _Tiled:
         self.order.copy_(order)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _flex(q.device)(q, keys, values, block_mask=self.mask)
+        return self.flex(q, keys, values, block_mask=self.mask)
