@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,19 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `import reference`
 
+import interpreter
+import numpy as np
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run on the CPU, element by element
+    interpreter.start()
 
 from visgen import checkpoint, run_files
 from visgen.config import build, dump, plugin_config
 from visgen.config import load as loads
+from visgen.data import emoji
 from visgen.model import Model, ModelConfig
 
 torch.set_num_threads(1)
@@ -53,6 +57,24 @@ def no_network() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     for name in ("connect", "connect_ex"):
         patch.setattr(socket.socket, name, guarded(getattr(socket.socket, name)))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sheets_read_once() -> Iterator[None]:
+    """Emoji sheets that did not change on disk are decoded once for all tests of a process."""
+    real, known = emoji.read_sheets, {}
+
+    def read(files: Sequence[Path], *args: int) -> np.ndarray:
+        seen = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+        key = (*files, *seen, *args)
+        if key not in known:
+            known[key] = real(files, *args)
+        return known[key]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(emoji, "read_sheets", read)
     yield
     patch.undo()
 
