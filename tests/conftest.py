@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,23 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `import reference`
 
+import interpreter
+import numpy as np
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run on the CPU, element by element
+    interpreter.start()
 
 from visgen import checkpoint, run_files
 from visgen.config import build, dump, plugin_config
 from visgen.config import load as loads
+from visgen.data import emoji
 from visgen.model import Model, ModelConfig
 
 torch.set_num_threads(1)
 
-ASSETS = Path(__file__).parents[1] / "assets"
 LOOPBACK = ("127.", "::1", "localhost", "0.0.0.0")
 
 
@@ -59,23 +62,20 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bundled_sheets_are_decoded_once() -> Iterator[None]:
-    """The pictures of `assets/emoji64` take seconds to decode, and many tests build the data set anew."""
-    from visgen.data import emoji
+def sheets_read_once() -> Iterator[None]:
+    """Emoji sheets that did not change on disk are decoded once for all tests of a process."""
+    real, known = emoji.read_sheets, {}
 
-    read, kept = emoji.read_sheets, {}
-
-    def reading(files: Any, *sizes: int) -> Any:
-        if not all(ASSETS in file.resolve().parents for file in files):
-            return read(files, *sizes)
-        key = (*files, *sizes)
-        if key not in kept:
-            kept[key] = read(files, *sizes)
-            kept[key].flags.writeable = False
-        return kept[key]
+    def read(files: Sequence[Path], *args: int) -> np.ndarray:
+        seen = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+        key = (*files, *seen, *args)
+        if key not in known:
+            known[key] = real(files, *args)
+            known[key].flags.writeable = False
+        return known[key]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(emoji, "read_sheets", reading)
+    patch.setattr(emoji, "read_sheets", read)
     yield
     patch.undo()
 

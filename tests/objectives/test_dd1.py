@@ -53,6 +53,12 @@ def ready(teacher: Path, data: Any = None, backbone: Any = None, **values: Any) 
     return objective
 
 
+@pytest.fixture(scope="module")
+def twenty(teacher_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty written pairs, to be read only."""
+    return Path(written(teacher_dir, tmp_path_factory.mktemp("twenty")).config.root)
+
+
 def written(teacher: Path, out: Path, **values: Any) -> Any:
     config = trajectories.Config(
         **{"teacher": teacher, "out": out, "pairs": 20, "shard": 8, "engine": CPU} | TOLD | values
@@ -147,17 +153,19 @@ def test_held_out_values_are_the_same_every_time(teacher_dir: Path) -> None:
 
 
 def test_written_pairs_are_those_of_training(teacher_dir: Path, tmp_path: Path) -> None:
-    data = written(teacher_dir, tmp_path / "a")
-    assert len(data) == 20 and data.index.shard_count == 3 and data.classes == ["a", "b", "c"]
+    data = written(teacher_dir, tmp_path / "a", pairs=10, shard=4)
+    assert len(data) == 10 and data.index.shard_count == 3 and data.classes == ["a", "b", "c"]
     engine = Engine(checkpoint.load_model(teacher_dir), *TOLD.values())
-    batch = data.get_many(range(20))
-    assert batch["label"].tolist() == [i % 3 for i in range(20)]
-    assert batch["seed"].tolist() == [(1 << 40) + i for i in range(20)]
+    batch = data.get_many(range(10))
+    assert batch["label"].tolist() == [i % 3 for i in range(10)]
+    assert batch["seed"].tolist() == [(1 << 40) + i for i in range(10)]
     codes = codes_of(checkpoint.load_tokenizer(teacher_dir))
     assert torch.equal(batch["tokens"], make_pairs(engine, codes, {"label": batch["label"]}, batch["seed"]))
-    for size in (1, 7, 20):  # S10
-        other = written(teacher_dir, tmp_path / f"b{size}", engine=dataclasses.replace(CPU, batch=size), shard=20)
-        assert torch.equal(other.get_many(range(20))["tokens"], batch["tokens"])
+    for size in (1, 7, 10):  # S10
+        other = written(
+            teacher_dir, tmp_path / f"b{size}", engine=dataclasses.replace(CPU, batch=size), pairs=10, shard=10
+        )
+        assert torch.equal(other.get_many(range(10))["tokens"], batch["tokens"])
     held_out = written(teacher_dir, tmp_path / "a", split="held_out", pairs=5)
     assert not torch.equal(held_out.get_many(range(5))["tokens"], batch["tokens"][:5])
 
@@ -181,10 +189,8 @@ def test_writing_goes_on_after_the_last_whole_shard(teacher_dir: Path, tmp_path:
         build(pairs.Config(tmp_path / "nowhere"), "train")
 
 
-def test_pairs_of_other_settings_are_refused(
-    teacher_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = written(teacher_dir, tmp_path)
+def test_pairs_of_other_settings_are_refused(teacher_dir: Path, twenty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Any = build(pairs.Config(twenty), "train")
     assert ready(teacher_dir, data).frozen.keys() == {"tokenizer"}
     other = {"teacher": "0" * 64, "tokenizer": "0" * 64, "map_steps": 3, "guidance": {}, "warp": {"top_k": 1}}
     for name, value in other.items():
@@ -194,8 +200,8 @@ def test_pairs_of_other_settings_are_refused(
                 ready(teacher_dir, data)
 
 
-def test_pairs_and_fresh_ones_give_the_same_loss(teacher_dir: Path, tmp_path: Path) -> None:
-    data = written(teacher_dir, tmp_path)
+def test_pairs_and_fresh_ones_give_the_same_loss(teacher_dir: Path, twenty: Path) -> None:
+    data: Any = build(pairs.Config(twenty), "train")
     batch, rng = data.get_many(range(8)), torch.Generator()
     read, made = ready(teacher_dir, data), ready(teacher_dir)
     losses = [read.loss("student", read.nets, batch, 0, rng.manual_seed(1))[0]]
@@ -308,10 +314,11 @@ def test_a_controlled_teacher_makes_a_controlled_student(
     seeds = torch.arange(4)
     pairs_of = {name: objective.tokens(given, seeds) for name, given in (("map", mapped), ("none", batch))}
     assert not torch.equal(pairs_of["map"], pairs_of["none"])
-    for given in (mapped, {**mapped, "map": mapped["map"].flip(0)}):
+    turned = {**mapped, "map": mapped["map"].flip(0)}
+    for given, made in ((mapped, pairs_of["map"]), (turned, objective.tokens(turned, seeds))):
         engine = Engine(teacher, *TOLD.values())
         wanted = make_pairs(engine, own.backbone.codes, {"label": given["label"], "map": given["map"]}, seeds)
-        assert torch.equal(objective.tokens(given, seeds), wanted)
+        assert torch.equal(made, wanted)
     loss, _ = objective.loss("student", objective.nets, batch, 0, torch.Generator().manual_seed(0))
     loss.backward()
     assert all(p.grad is not None for p in own.control.parameters())
