@@ -55,13 +55,13 @@ def test_pairs_are_the_naive_ones(make_model: Make, settings: Any) -> None:
 
 def test_pairs_do_not_depend_on_their_company(make_model: Make) -> None:  # S10
     model, codes = make_model(), codebook(16, 3)
-    labels, seeds = torch.arange(24) % 3, torch.arange(24) * 77 + (1 << 40)
+    labels, seeds = torch.arange(12) % 3, torch.arange(12) * 77 + (1 << 40)
     whole = make_pairs(Engine(model, Guidance(1.5)), codes, {"label": labels}, seeds)
-    for size in (1, 5, 16):
+    for size in (1, 5, 8):
         engine = Engine(model, Guidance(1.5))
         parts = zip(labels.split(size), seeds.split(size), strict=True)
         assert torch.equal(torch.cat([make_pairs(engine, codes, {"label": y}, s) for y, s in parts]), whole)
-    assert whole.unique(dim=0).shape[0] > 12 and not whole.is_inference()
+    assert whole.unique(dim=0).shape[0] > 6 and not whole.is_inference()
 
 
 def law_of_table(logits: Tensor, vocab: int, count: int) -> Tensor:
