@@ -27,7 +27,7 @@ from visgen.decode.captured import CapturedEngine
 MakeModel = Callable[..., Model]
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-BATCH = 4 if ON_GPU else 2  # the interpreter is slow
+BATCH = 4 if ON_GPU else 3  # the interpreter is slow
 LABELS = torch.tensor([0, 1, 2, 0], device=DEVICE)[:BATCH]
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
@@ -70,7 +70,7 @@ def test_the_same_tokens_as_the_eager_engine(
             wanted = decoded(slow, seeds, known=given)
             assert len(wanted.unique()) > 2
             assert torch.equal(decoded(fast, seeds, known=given), wanted)
-    labels, seeds = torch.tensor([2, 1, 0], device=DEVICE), torch.arange(3)  # another batch size
+    labels, seeds = torch.tensor([2, 1], device=DEVICE), torch.arange(2)  # another batch size
     assert torch.equal(decoded(fast, seeds, labels), decoded(slow, seeds, labels))
 
 
