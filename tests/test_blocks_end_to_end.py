@@ -131,10 +131,16 @@ def test_first_frames_that_cannot_be_known(
     known = ["--known.clip", str(path), *out]
     told = refused(capsys, "--checkpoint", str(runs["image"]), "--label", "a", *known)
     assert "--known.clip goes with a model of clips" in told
+    for name in ("frames", "stride"):
+        told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", f"--known.{name}", "2", *out)
+        assert f"--known.{name} 2 is of a clip; add --known.clip" in told
     pytest.importorskip("av")
     assert "--known.clip needs --label" in refused(capsys, "--checkpoint", str(runs["clip"]), *known)
     told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", *known, "--known.frames", "4")
     assert "short.gif has 3 frames; 4 at a stride of 1 need 4: ask for at most 3 frames" in told
+    write_gif(path, torch.randint(0, 255, (6, 3, 16, 16), dtype=torch.uint8), 8)
+    told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", *known, "--known.frames", "4")
+    assert "--known.frames 4 leaves nothing to draw of 4 frames; lower it, or raise --sampler.frames" in told
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -130,3 +130,19 @@ def test_training_refuses_before_it_makes_a_directory(tmp_path: Path, flags: str
 
 def test_every_default_lies_within() -> None:
     check(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("blockwise", {"steps": 10**8}, r"steps is 100000000; it must be within \[1, 10000\]"),
+        ("blockwise", {"frames": 10**6}, "frames is 1000000"),
+        ("blockwise", {"shift": 1e-30}, "shift is 1e-30"),
+        ("masked", {"temperature": 1e30}, r"temperature is 1e\+30"),
+        ("causal", {"shift": 1e300}, "shift is"),
+        ("cspec", {"length": 10**21}, "length is 1000000000000000000000"),
+    ],
+)
+def test_samplers_bound_what_would_hang_or_overflow(kind: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(plugin_config("visgen.samplers", kind, **values))

@@ -46,6 +46,9 @@ Share = Annotated[float, Range(0, 1)]
 Rate = Annotated[float, Range(0, 1, "[)")]  # of a dropout or a decay, of which 1 would leave nothing
 Weight = Annotated[float, Range(0)]
 Scale = Annotated[float, Range(0, ends="()")]
+Shift = Annotated[float, Range(1e-3, 1e3)]  # of a path's times
+Temperature = Annotated[float, Range(0, 100, "(]")]  # a factor of noise, which is to stay finite
+Steps = Annotated[int, Range(1, 10_000)]  # of a solver, planned one by one
 
 
 def check(config: Any, where: str = "") -> None:

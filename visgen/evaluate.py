@@ -302,10 +302,14 @@ def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups
     Raises:
         UserError: naming N, the groups or the width, and the remedy.
     """
+    if ref_n == 1:
+        raise UserError(
+            "the reference has one sample, its covariance needs 2; raise data.held_out_fraction or --reference-n"
+        )
     for n, what in ((plan.n, "images"), (ref_n, "reference images")):
         require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
     if groups > plan.n:
-        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less (1: no error)")
+        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less")
     rest = plan.n - -(-plan.n // groups)
     if groups > 1 and rest < 2:
         raise UserError(

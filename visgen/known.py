@@ -53,19 +53,30 @@ def describe_known(known: KnownConfig) -> dict[str, Any]:
     return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
 
 
-def known_clip(known: KnownConfig, size: int, frames: int) -> tuple[Tensor, Tensor] | None:
+def known_clip(known: KnownConfig, size: int, frames: int, drawn: int | None = None) -> tuple[Tensor, Tensor] | None:
     """(pixels [1, T, 3, size, size] in [-1, 1], mask [1, T, size, size], all kept) of the known first frames.
 
     Args:
         size: side of the model's frames in pixels; frames: how many it was trained on.
+        drawn: how many are drawn; None: as many.
     """
     if known.clip is None:
+        for name in ("frames", "stride"):
+            if getattr(known, name) != 1:
+                raise UserError(
+                    f"--known.{name} {getattr(known, name)} is of a clip; add --known.clip, or leave it out"
+                )
         return None
     if known.image is not None:
         raise UserError("--known.image and --known.clip are both given; leave one of them out")
     if frames == 1:
         raise UserError("--known.clip goes with a model of clips, this checkpoint draws images; use --known.image")
     pixels = read_clip(known.clip, size, known.frames, known.stride)
+    count, drawn = known.frames, drawn or frames
+    if count >= drawn:
+        raise UserError(
+            f"--known.frames {count} leaves nothing to draw of {drawn} frames; lower it, or raise --sampler.frames"
+        )
     mask = torch.ones(1, known.frames, size, size, dtype=torch.bool)
     return pixels.unsqueeze(0).float() / 127.5 - 1, mask
 

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from visgen import config as configs
-from visgen.checks import Positive, Seed
+from visgen.checks import Positive, Range, Seed
 from visgen.conditioned import check_seed
 from visgen.config import UserError
 from visgen.data._clips import av
@@ -65,7 +65,7 @@ class SampleConfig(SamplingConfig):
     size: tuple[Positive, Positive] | None = None
     control: HintConfig = field(default_factory=HintConfig)
     second: HintConfig = field(default_factory=HintConfig)
-    fps: Positive = 8
+    fps: Annotated[int, Range(1, 100)] = 8
     out: Path = Path("out/sample")
 
 
@@ -94,7 +94,7 @@ def _main(argv: Sequence[str]) -> None:
     side, total = generator.tokenizer.image_size[0], rows * settings.num
     _check_room(out, total, size)
     check_seed(settings.seed + total - 1)
-    clip = known_clip(settings.known, side, generator.model.grid[0])
+    clip = known_clip(settings.known, side, generator.model.grid[0], getattr(settings.sampler, "frames", None))
     known = clip or (pictures and known_pixels(*pictures, side))
     if settings.prompt and features is None:
         features = generator.encode(settings.prompt, settings.text)

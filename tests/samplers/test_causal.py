@@ -85,7 +85,7 @@ def test_windows_with_a_cache_equal_the_training_pass(make_causal: Callable[...,
 def test_the_objective_draws_times_and_noise_from_its_generator(make_causal: Callable[..., Model]) -> None:
     model = make_causal().requires_grad_(True)
     config = Config(model=model.config)
-    with pytest.raises(UserError, match=r"objective\.preview\.sampler ar draws no vectors; use kind causal"):
+    with pytest.raises(UserError, match=r"objective\.preview\.sampler ar makes no preview.*; use kind causal"):
         build(config)
     preview = PreviewConfig(sampler=plugin_config("visgen.samplers", "causal"))
     made = build(dataclasses.replace(config, preview=preview))

@@ -100,6 +100,17 @@ def test_previews_do_not_change_the_training(whole, tmp_path):
     assert metrics(run) == metrics(whole)
 
 
+def test_a_preview_that_fails_loses_nothing(tmp_path, monkeypatch):
+    def fail(*given):
+        raise UserError("sampler.frames 3 are not whole blocks")
+
+    monkeypatch.setattr(loops, "_preview", fail)
+    with pytest.raises(UserError, match="not whole blocks"):
+        train(tmp_path / "run", "--loop.preview-every", "2", "--loop.save-every", "2")
+    assert [step.name for step in run_files.find_steps(tmp_path / "run")] == ["step_0000002"]
+    assert any("objective.preview.sampler.frames".startswith(f"{name}.") for name in program.NEUTRAL)
+
+
 def test_the_loop_equals_plain_torch(tmp_path):
     """The slow twin: one process, no accelerate, every turn written out."""
     run = train(tmp_path / "run", "--optim.warmup", "2", "--optim.schedule", "cosine", "--loop.clip", "0.1")

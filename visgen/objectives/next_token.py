@@ -103,7 +103,7 @@ class NextToken(Objective):
                 f"objective next_token trains a causal backbone, objective.model.backbone is {kind}; use ar"
             )
         if sampler != fitting:
-            raise UserError(f"objective.preview.sampler {sampler} draws no vectors; use kind {fitting}")
+            raise UserError(f"objective.preview.sampler {sampler} makes no preview of this model; use kind {fitting}")
 
     def _start(self, model: Model) -> None:
         """Reads the weights to start from: the base model's, and the pretrained ones of the control's encoder."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from visgen.checks import Positive, Scale
+from visgen.checks import Positive, Range, Shift, Steps
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
@@ -41,9 +41,9 @@ class Config:
         context: blocks that a block looks back on; None: all.
     """
 
-    steps: Positive = 25
+    steps: Steps = 25
     solver: Solver = "auto"
-    shift: Scale = 1.0
+    shift: Shift = 1.0
     scheduler: (
         Literal[
             "DPMSolverMultistepScheduler",
@@ -52,7 +52,7 @@ class Config:
         ]
         | None
     ) = None
-    frames: Positive | None = None
+    frames: Annotated[int, Range(1, 100_000)] | None = None
     context: Positive | None = None
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visgen.checks import Positive, Range, Scale, Share
+from visgen.checks import Range, Share, Shift, Steps, Temperature
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
@@ -34,11 +34,11 @@ class Config:
         end_noise: draw in the last ancestral step too, as `cspec` must; published walks do not.
     """
 
-    steps: Positive = 100
+    steps: Steps = 100
     solver: Walker = "auto"
-    shift: Scale = 1.0
+    shift: Shift = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
-    temperature: Scale = 1.0
+    temperature: Temperature = 1.0
     variance: Share | None = None
     end_noise: bool = False
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from visgen.checks import Positive, Range, Scale, Share, Weight
+from visgen.checks import Range, Share, Steps, Temperature, Weight
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise, Stream
@@ -52,12 +52,12 @@ class Config:
 
     mode: Literal["exact", "distance", "head_time"] = "exact"
     draft: Path | None = None
-    length: Positive = 3
+    length: Annotated[int, Range(1, 1000)] = 3
     radius: Weight | None = None
-    steps: Positive = 100
+    steps: Steps = 100
     last: Annotated[int, Range(1, 999)] | None = None
     variance: Share = 1.0
-    temperature: Scale = 1.0
+    temperature: Temperature = 1.0
 
     @property
     def solver(self) -> Literal["ancestral"]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visgen.checks import Positive, Range, Scale
+from visgen.checks import Positive, Range, Shift, Steps, Temperature
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
@@ -47,12 +47,12 @@ class Config:
     """
 
     iterations: Positive = 64
-    steps: Positive = 100
-    last_steps: Positive | None = None
+    steps: Steps = 100
+    last_steps: Steps | None = None
     solver: Walker = "auto"
-    shift: Scale = 1.0
+    shift: Shift = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
-    temperature: Scale = 1.0
+    temperature: Temperature = 1.0
     buckets: Annotated[int, Range(1, 64)] = 8
 
 

@@ -142,10 +142,10 @@ def _run(
                 facts["epoch"] = done * loop.batch / len(data)
                 out.metrics(done, {**means, **facts}, f"{state.objective.export}/loss")
             with clock.paused():
-                if preview is not None and _due(done, loop.preview_every, loop.steps):
-                    _preview(state, average, preview, done, out)
                 if saving:
                     save(state, done)
+                if preview is not None and _due(done, loop.preview_every, loop.steps):
+                    _preview(state, average, preview, done, out)
             if _enough(state):
                 out.say(_lost(state))
                 break

@@ -48,7 +48,8 @@ _NEUTRAL_LOOP = (
     "eval_every",
     "eval_samples",
 )
-NEUTRAL = ("log", "score", "dry_run", *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
+_NEUTRAL_OTHERS = ("log", "score", "dry_run", "objective.preview")
+NEUTRAL = (*_NEUTRAL_OTHERS, *(f"loop.{n}" for n in (*_NEUTRAL_LOOP, "log_every", "out", "resume")))
 
 
 @dataclass(frozen=True)
