@@ -189,7 +189,7 @@ def score(
         model={"ckpt": settings.checkpoint or row, **(generator.meta if generator and row != "real" else {})},
         sampling={"row": row, "plan": plan.hash, **{k: v for k, v in about.items() if k != "model"}},
         checks=checks,
-        speed={"img_per_s": settings.n / seconds, "device": str(settings.engine.resolve()[0])},
+        speed={"img_per_s": settings.n / seconds, "device": str(inputs.extractor.device)},
         command=shlex.join(["python", *sys.argv]),
         duration_s=seconds,
     )

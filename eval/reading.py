@@ -100,8 +100,9 @@ def write_photos(root: Path, count: int) -> float:
     missing = [(i, file) for i, file in enumerate(files) if not file.is_file()]
     for folder in {file.parent for file in files}:
         folder.mkdir(parents=True, exist_ok=True)
-    with Pool(cpus()) as pool:
-        pool.starmap(_write_photo, missing)
+    if missing:
+        with Pool(cpus()) as pool:
+            pool.starmap(_write_photo, missing)
     return float(np.mean([file.stat().st_size for file in files]))
 
 

@@ -144,11 +144,8 @@ def test_without_triton_the_eager_engine_is_the_remedy(make_model: MakeModel, mo
 @gpu
 def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: MakeModel) -> None:
     model = make_model().to(DEVICE)
-    engine, sampler, noise = (
-        CapturedEngine(model, Guidance(2.0)),
-        AR(Config()),
-        Noise(torch.arange(BATCH, device=DEVICE)),
-    )
+    engine, sampler = CapturedEngine(model, Guidance(2.0)), AR(Config())
+    noise = Noise(torch.arange(BATCH, device=DEVICE))
     engine.begin({"label": LABELS})
     engine.run(sampler, noise)
     with torch.inference_mode():
