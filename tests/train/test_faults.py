@@ -1,10 +1,12 @@
 """Signals, dead processes and kills: what a run leaves behind, and that it goes on from there."""
 
+import hashlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -70,6 +72,30 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, mon
     assert [line["step"] for line in metrics(run)] == ([1, 2, 3, 4, 5, 6] if log_every == "1" else [3, 6])
     a, b = (load_file(r / "step_0000006" / "state" / "model.safetensors") for r in (run, whole))
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.05, 0), (0.6, 128 + signal.SIGTERM)])
+def test_signals_are_dated_as_they_arrive(monkeypatch, after, code):
+    """A call into a library keeps handlers waiting: the copy of a signal is not a second one then, and a second one counts."""
+    monkeypatch.setattr(faults, "ONE", 0.3)
+    start = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)
+    second = int(50_000 / (time.monotonic() - start))
+    child = os.fork()
+    if child == 0:
+        with faults.Stop(ALONE) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * second)
+            os._exit(not stop.agreed())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
+def test_the_handlers_of_before_are_back():
+    woken, before = signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGINT)
+    with faults.Stop(ALONE):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.set_wakeup_fd(woken) == -1 and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_second_signal_ends_at_once(monkeypatch):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -25,32 +27,38 @@ ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C come
 
 
 class Stop:
-    """Within it a first SIGTERM or SIGINT asks all processes to save and end; a second one ends this one at once."""
+    """Within it a first SIGTERM or SIGINT asks all processes to save and end; a second one ends this one at once.
+
+    Signals are dated as they arrive, by a thread: the handlers may run much later, when a call into CUDA or NCCL is over.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.received = ""  # name of the signal
-        self._when = 0.0
         self._before: dict[int, Any] = {}
         self._pending: tuple[Tensor, Any] | None = None
         world = accelerator.num_processes
         self._group: Any = dist.new_group(backend="gloo") if world > 1 else None  # between hosts
 
     def __enter__(self) -> Self:
+        ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._listener = threading.Thread(target=_listen, args=(ear,), daemon=True)
+        self._listener.start()
+        self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._woken)
+        self._mouth.close()
+        self._listener.join()
         if self._pending is not None and error[0] is None:
             self._pending[1].wait()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.received:
-            self.received, self._when = signal.Signals(number).name, now
-        elif now - self._when > ONE:
-            os._exit(128 + number)  # no clean-up: it may be what hangs
+        self.received = self.received or signal.Signals(number).name
 
     def agreed(self) -> bool:
         """Shall the run end? Asked by all processes after every step; of several, the answer is that of a step ago."""
@@ -64,6 +72,18 @@ class Stop:
         flag = torch.tensor([int(bool(self.received))])
         self._pending = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return answer
+
+
+def _listen(ear: socket.socket) -> None:
+    """Ends the process at a signal that comes more than `ONE` after the first; itself when nobody can write any more."""
+    first: float | None = None
+    with ear:
+        while numbers := ear.recv(64):
+            for number in set(numbers) & set(SIGNALS):
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > ONE:
+                    os._exit(128 + number)  # no clean-up: it may be what hangs
 
 
 def all_true(accelerator: Accelerator, mine: bool) -> bool:

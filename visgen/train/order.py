@@ -8,6 +8,7 @@ sample of the step from the r-th on. Nothing here has state: resuming means star
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,8 +107,9 @@ def _collate(samples: list[dict[str, Any]]) -> _Parcel:
 
 def _stand_apart(worker: int) -> None:
     """Signals to a run's process group, as from a terminal, shall reach the run alone: it needs its readers to the end
-    of the step, and they end with it."""
+    of the step, and they end with it. Nor is one to a reader the run's."""
     os.setpgrp()
+    signal.set_wakeup_fd(-1)
 
 
 def check_batch(size: int, batch: int, world: int, accumulation: int) -> None:
