@@ -82,6 +82,7 @@ def config_class(program: str) -> type:
     return getattr(module, used[1])
 
 
+@functools.cache  # 0.3 s each
 def claimed(path: str) -> Any:
     return load(config_class(program_of(path, (ROOT / path).read_text())), [str(ROOT / path)])
 

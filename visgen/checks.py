@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -51,13 +52,18 @@ Temperature = Annotated[float, Range(0, 100, "(]")]  # a factor of noise, which 
 Steps = Annotated[int, Range(1, 10_000)]  # of a solver, planned one by one
 
 
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
 def check(config: Any, where: str = "") -> None:
     """Raises `UserError` for the first value of a config, or of one inside it, that lies outside its type's range.
 
     Args:
         where: what stands before the names of its fields, such as `optim`.
     """
-    hints = get_type_hints(type(config), include_extras=True)
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         name, value = f"{where}.{field.name}".lstrip("."), getattr(config, field.name)
         if dataclasses.is_dataclass(value):

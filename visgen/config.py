@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import io
@@ -29,6 +30,8 @@ from visgen.checks import UserError, check
 from visgen.yaml_files import layers, merge
 
 T = TypeVar("T")
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 REPOSITORY = Path(__file__).resolve().parents[1]  # relative paths of what it ships are looked up here too
 
@@ -189,7 +192,7 @@ def _suggest(name: str, allowed: Sequence[str]) -> str:
 
 def _name_kinds(values: dict[str, Any], concrete: type) -> dict[str, Any]:
     """Writes out the `kind` of every plugin in `values` that is left to its default or given by name alone."""
-    hints, out = get_type_hints(concrete), dict(values)
+    hints, out = _hints(concrete), dict(values)
     for field in dataclasses.fields(concrete):
         hint, value = hints[field.name], values.get(field.name)
         if dataclasses.is_dataclass(hint) and isinstance(value, dict):
@@ -225,8 +228,8 @@ def _take_kinds(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
     """A subclass of `cls` whose plugin fields have the type that their `kind` in `values` names."""
-    hints = get_type_hints(cls)
-    fields: list[tuple[str, Any, Any]] = []
+    hints = _hints(cls)
+    fields: list[tuple[str, Any, str | None]] = []
     for field in dataclasses.fields(cls):
         given, where = values.get(field.name), f"{prefix}{field.name}"
         package = field.metadata.get("plugin")
@@ -236,20 +239,19 @@ def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
                 kind = field.metadata["kind"]
             if kind is None or (kind in ("none", "None") and "none" not in kinds(package)):
                 nothing: Any = Annotated[None, tyro.conf.arg(name=f"{field.name}.kind", metavar=_choices(package))]
-                fields.append((field.name, nothing, dataclasses.field(default=None, metadata=field.metadata)))
+                fields.append((field.name, nothing, None))
                 continue
             if not isinstance(kind, str):
                 raise UserError(f"{where}.kind must be a name, got {kind!r}; allowed: {', '.join(kinds(package))}")
             config = _plugin_module(package, kind, f"{where}.kind").Config
             inner = _concretise(config, given if isinstance(given, dict) else {}, f"{where}.")
             kind_type: Any = Literal[tuple(kinds(package))]
-            inner = _subclass(inner, [("kind", kind_type, dataclasses.field(default=kind))])
-            fields.append((field.name, inner, dataclasses.field(default_factory=inner, metadata=field.metadata)))
+            fields.append((field.name, _subclass(inner, (("kind", kind_type, kind),)), None))
         elif dataclasses.is_dataclass(hints[field.name]):
             inner = _concretise(hints[field.name], given if isinstance(given, dict) else {}, f"{where}.")
             if inner is not hints[field.name]:
-                fields.append((field.name, inner, dataclasses.field(default_factory=inner)))
-    return _subclass(cls, fields) if fields else cls
+                fields.append((field.name, inner, None))
+    return _subclass(cls, tuple(fields)) if fields else cls
 
 
 def _choices(package: str) -> str:
@@ -257,14 +259,21 @@ def _choices(package: str) -> str:
     return f"{{none,{','.join(k for k in kinds(package) if k != 'none')}}}"
 
 
-def _subclass(cls: type, fields: list[tuple[str, Any, Any]]) -> type:
-    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
-    made.__module__, made.__doc__ = cls.__module__, cls.__doc__
-    return made
+@functools.cache  # making a class takes milliseconds, and the parser's own work on it more
+def _subclass(cls: type, fields: tuple[tuple[str, Any, str | None], ...]) -> type:
+    """`cls` with other types of fields: (name, type, default); a dataclass is its own default."""
+    made: list[tuple[str, Any, Any]] = []
+    for name, kind, default in fields:
+        known = cls.__dataclass_fields__.get(name)  # type: ignore[attr-defined]
+        given: Any = {"default_factory": kind} if dataclasses.is_dataclass(kind) else {"default": default}
+        made.append((name, kind, dataclasses.field(**given, metadata=known.metadata if known else None)))
+    out = dataclasses.make_dataclass(cls.__name__, made, bases=(cls,), frozen=True)
+    out.__module__, out.__doc__ = cls.__module__, cls.__doc__
+    return out
 
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
@@ -274,7 +283,7 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _flatten(values: dict[str, Any], cls: type, leaves: dict[str, Any], prefix: str) -> list[str]:
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     out: list[str] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -285,10 +294,8 @@ def _flatten(values: dict[str, Any], cls: type, leaves: dict[str, Any], prefix: 
         if dataclasses.is_dataclass(hint):
             if isinstance(value, dict):
                 out += _flatten(value, hint, leaves, f"{name}.")  # type: ignore[arg-type]
-            elif "kind" not in get_type_hints(hint):
-                raise UserError(
-                    f"'{name}' must be a mapping with keys {', '.join(get_type_hints(hint))}, got {value!r}"
-                )
+            elif "kind" not in _hints(hint):
+                raise UserError(f"'{name}' must be a mapping with keys {', '.join(_hints(hint))}, got {value!r}")
         elif hint is type(None):
             if isinstance(value, dict) and set(value) - {"kind"}:
                 raise UserError(f"'{name}' is none, so it has no keys; set {name}.kind, got {value!r}")
@@ -356,7 +363,7 @@ def _kinds_with(cls: type, path: list[str]) -> str:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is None:
             return ""
-        package, cls = field.metadata.get("plugin", ""), get_type_hints(cls)[name]
+        package, cls = field.metadata.get("plugin", ""), _hints(cls)[name]
     allowed = kinds(package) if package else []
     having = (kind for kind in allowed if last in _plugin_module(package, kind).Config.__dataclass_fields__)
     return " or ".join(f"--{'.'.join(parents)}.kind {kind}" for kind in having)
@@ -379,6 +386,7 @@ def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
     options: Any = {"args": flags, "prog": prog, "config": (tyro.conf.FlagConversionOff,)}
     if "--help" in flags or "-h" in flags:
         return tyro.cli(cls, **options)
+    options["config"] += (tyro.conf.HelptextFromCommentsOff,)  # nobody reads them now, and finding them takes long
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
@@ -405,7 +413,7 @@ def _plain(config: Any, cls: type[T]) -> T:
             target = (
                 importlib.import_module(type(value).__module__).Config
                 if package
-                else _dataclass_of(get_type_hints(cls)[field.name])
+                else _dataclass_of(_hints(cls)[field.name])
             )
             value = _plain(value, target)
         out[field.name] = value

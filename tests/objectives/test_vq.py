@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from pair import spawn_pair
 from torch.nn.parallel import DistributedDataParallel
 
 from visgen import checkpoint
@@ -186,7 +186,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_two_processes_keep_equal_parameters_and_statistics(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
+    spawn_pair(_rank, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert not torch.equal(first["data"], second["data"])
     assert first["restarts"] == second["restarts"] >= 32

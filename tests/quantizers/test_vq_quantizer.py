@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from pair import spawn_pair
 
 from visgen.config import build
 from visgen.quantizers import vq
@@ -237,7 +237,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_ranks_stay_identical_through_restarts(tmp_path):
-    mp.spawn(_rank, (2, str(tmp_path)), nprocs=2)
+    spawn_pair(_rank, 2, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first["restarts"] > 32  # the initialisation and some more
     for name, value in first.items():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pair import launch_pair
 from test_loop import NOISY, Killed, kill_at, same, state_of
 from toy import HERE, metrics, train
 
@@ -107,11 +108,10 @@ def test_what_is_better():
 
 
 def test_two_processes_decide_as_one(tmp_path):
-    from test_processes import launch, turns
+    from test_processes import turns
 
-    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
     flags = ("--loop.out", str(tmp_path / "run"), "--objective.trace", str(tmp_path), "--loop.patience", "2")
-    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *flags, *WORSE, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "toy.py", *flags, *WORSE)
     assert steps(tmp_path / "run") == [1, 2, 3] and known(tmp_path / "run", 3)["since"] == 2
     assert [turns(tmp_path, rank)[-1][0] for rank in (0, 1)] == [2, 2], "the last step of both, counted from 0"
 

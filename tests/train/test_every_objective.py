@@ -10,8 +10,8 @@ import every
 import pytest
 import torch
 import yaml
+from pair import launch_pair
 from safetensors.torch import load_file
-from test_processes import launch
 from toy import HERE, metrics
 
 from visgen import checkpoint
@@ -112,9 +112,7 @@ def one(plans):
 @pytest.fixture(scope="module")
 def two(plans):
     (plans / "two").mkdir()
-    config = ("--config_file", "configs/accelerate/cpu2.yaml", "--main_process_port", "0")
-    words = (str(HERE / "every.py"), str(plans / "all"), str(plans / "two"))
-    launch("-m", "accelerate.commands.launch", *config, *words, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "every.py", str(plans / "all"), str(plans / "two"))
     return plans / "two"
 
 
@@ -150,9 +148,7 @@ def sharded(plans, one):
         plan = yaml.safe_load((plans / "shards" / f"{kind}.yaml").read_text())
         plan["loop"] |= {"resume": str(one / kind / "step_0000002"), "recompute": True}
         (plans / "shards" / f"{kind}_on.yaml").write_text(yaml.safe_dump(plan))
-    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
-    words = (str(HERE / "every.py"), str(plans / "shards"), str(plans / "sharded"))
-    launch("-m", "accelerate.commands.launch", *config, *words, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "every.py", str(plans / "shards"), str(plans / "sharded"), config="cpu2_fsdp.yaml")
     return plans / "sharded"
 
 
@@ -224,9 +220,7 @@ def test_sharded_bf16_compiled_and_recomputed(one, plans, tmp_path):
         plan = yaml.safe_load((plans / "all" / f"{kind}.yaml").read_text())
         plan["loop"] |= {"compile": True, "recompute": True, "precision": "bf16", "accumulation": 2}
         (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
-    config = ("--config_file", "configs/accelerate/cpu2_fsdp.yaml", "--main_process_port", "0")
-    words = (str(HERE / "every.py"), str(tmp_path), str(tmp_path))
-    launch("-m", "accelerate.commands.launch", *config, *words, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "every.py", str(tmp_path), str(tmp_path), config="cpu2_fsdp.yaml")
     for kind in SHARDED:
         curves = [[m[LOSS] for m in metrics(r / kind)] for r in (one, tmp_path)]
         assert curves[0] == pytest.approx(curves[1], rel=2e-2)

@@ -76,7 +76,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, mon
 
 @pytest.mark.parametrize(("after", "code"), [(0.05, 0), (0.6, 128 + signal.SIGTERM)])
 def test_signals_are_dated_as_they_arrive(monkeypatch, after, code):
-    """A call into a library keeps handlers waiting: the copy of a signal is not a second one then, and a second one counts."""
+    """A call into a library keeps handlers waiting: a signal's copy is no second one then, and a second one counts."""
     monkeypatch.setattr(faults, "ONE", 0.3)
     start = time.monotonic()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pair import launch_pair
 from safetensors.torch import load_file
 from toy import HERE, metrics, train
 
@@ -33,9 +34,8 @@ def turns(folder, rank):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
-    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
     run = ("--loop.out", str(out / "run"), "--objective.trace", str(out))
-    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *run, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "toy.py", *run)
     return out
 
 
@@ -61,9 +61,8 @@ def test_two_processes_have_the_loss_curve_of_one(two, one):
 
 
 def test_gradients_that_are_summed_in_bf16_are_equal_and_near(two, tmp_path):
-    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
     run = ("--loop.out", str(tmp_path / "run"), "--objective.trace", str(tmp_path), "--loop.reduce", "bf16")
-    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *run, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "toy.py", *run)
     first, second, exact = turns(tmp_path, 0), turns(tmp_path, 1), turns(two, 0)
     assert [t[:3] for t in first] == [t[:3] for t in second]
     assert first[0][2] == exact[0][2] and all(a[2] != b[2] for a, b in zip(first[1:], exact[1:], strict=True))
@@ -85,10 +84,9 @@ def test_two_processes_then_one_then_two_see_the_data_in_one_order(two, one, tmp
         folder.mkdir()
     trace = ("--objective.trace", str(middle), "--loop.steps", "4")
     train(middle / "run", *trace, "--loop.resume", str(two / "run" / "step_0000002"))
-    accelerate = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu2.yaml")
     run = ("--loop.out", str(last / "run"), "--objective.trace", str(last))
     run = (*run, "--loop.resume", str(middle / "run" / "step_0000004"))
-    launch(*accelerate, "--main_process_port", "0", str(HERE / "toy.py"), *run, CUDA_VISIBLE_DEVICES="")
+    launch_pair(HERE / "toy.py", *run)
     order = [(t[0], t[1], t[3]) for t in turns(one, 0)]
     seen = [t for t in dealt(turns(two, 0), turns(two, 1)) if t[0] < 2]
     seen += [(t[0], t[1], t[3]) for t in turns(middle, 0)]

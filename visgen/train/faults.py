@@ -29,7 +29,7 @@ ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C come
 class Stop:
     """Within it a first SIGTERM or SIGINT asks all processes to save and end; a second one ends this one at once.
 
-    Signals are dated as they arrive, by a thread: the handlers may run much later, when a call into CUDA or NCCL is over.
+    Signals are dated as they arrive, by a thread: handlers may run much later, when a call into CUDA or NCCL is over.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -75,7 +75,7 @@ class Stop:
 
 
 def _listen(ear: socket.socket) -> None:
-    """Ends the process at a signal that comes more than `ONE` after the first; itself when nobody can write any more."""
+    """Ends the process at a signal that comes more than `ONE` after the first; itself when nobody can write."""
     first: float | None = None
     with ear:
         while numbers := ear.recv(64):
