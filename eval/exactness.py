@@ -97,7 +97,7 @@ def side_by_side(tasks: dict[str, tuple[Any, ...]], processes: int) -> dict[str,
         return {name: task(*told) for name, (task, *told) in tasks.items()}
     workers = min(len(tasks), processes)
     threads = max(1, torch.get_num_threads() // workers)
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("forkserver"), torch.set_num_threads, (threads,)) as pool:
         running = {name: pool.submit(*task) for name, task in tasks.items()}
         return {name: future.result() for name, future in running.items()}
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class UserError(ValueError):
@@ -50,11 +53,6 @@ Scale = Annotated[float, Range(0, ends="()")]
 Shift = Annotated[float, Range(1e-3, 1e3)]  # of a path's times
 Temperature = Annotated[float, Range(0, 100, "(]")]  # a factor of noise, which is to stay finite
 Steps = Annotated[int, Range(1, 10_000)]  # of a solver, planned one by one
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
 
 
 def check(config: Any, where: str = "") -> None:
