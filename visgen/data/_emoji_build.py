@@ -95,7 +95,8 @@ def build_set(config: BuildConfig, roots: dict[str, Path]) -> None:
         numbers = [i for i, code in enumerate(order) if code in found]
         sheets = _write_sheets(config, style, [found[order[i]] for i in numbers])
         source = {"source": str(PACKAGES[style]), "licence": PACKAGES[style].licence}
-        styles[style] = {**source, **sheets, "pictures": numbers}
+        some = {} if numbers == list(range(len(order))) else {"pictures": numbers}
+        styles[style] = {**source, **sheets, **some}
     index = {
         "size": config.size,
         "labels": f"{LABELS}, MIT",

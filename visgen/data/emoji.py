@@ -95,9 +95,9 @@ class Emoji(Data):
                 f"python -m visgen.data.emoji --out data_cache/emoji3 --styles {' '.join(dict.fromkeys(wanted))}"
             )
         table = _Table(index)
-        drawn = {style: np.array(index["styles"][style]["pictures"]) for style in dict.fromkeys(wanted)}
+        drawn = {style: table.drawn_by(index["styles"][style]) for style in dict.fromkeys(wanted)}
         chosen = {style: self._choose(drawn[style], table, drawn.get(config.concepts_of)) for style in styles}
-        pictures = [_pictures(root, style, index)[chosen[style][0]] for style in styles]
+        pictures = [_pictures(root, style, index, len(drawn[style]))[chosen[style][0]] for style in styles]
         self._pixels = torch.from_numpy(np.concatenate(pictures).transpose(0, 3, 1, 2).copy())  # [n, 3, H, W] uint8
         numbers = np.concatenate([chosen[style][1] for style in styles])  # [n] positions in the table
         style_of = np.repeat(np.arange(len(styles)), [len(chosen[style][1]) for style in styles])
@@ -214,6 +214,10 @@ class _Table:
         also = [self.subcategory_names[s] in UNMIRRORED_SUBCATEGORIES for s in self.subcategories]
         self.mirror = ~(np.array(fixed) | np.array(also))
 
+    def drawn_by(self, style: dict[str, Any]) -> np.ndarray:
+        """The entries that a style of the index has pictures of: `pictures`, or all."""
+        return np.array(style.get("pictures", range(len(self.codes))))
+
 
 def _tone(code: str) -> str:
     tones = [TONES[point] for point in code.split("-") if point in TONES]
@@ -257,12 +261,12 @@ def _read_index(root: Path) -> dict[str, Any]:
     return index
 
 
-def _pictures(root: Path, style: str, index: dict[str, Any]) -> np.ndarray:
-    """All pictures of a style: uint8 [n, H, W, 3]."""
+def _pictures(root: Path, style: str, index: dict[str, Any], count: int) -> np.ndarray:
+    """All `count` pictures of a style: uint8 [count, H, W, 3]."""
     entry = index["styles"][style]
     files = [root / name for name in entry["sheets"]]
     try:
-        return read_sheets(files, entry["tile"], index["size"], len(entry["pictures"]))
+        return read_sheets(files, entry["tile"], index["size"], count)
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{root}: the sheets of style '{style}' cannot be read ({reason}); {_rebuild(root)}") from None
