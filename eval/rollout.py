@@ -78,6 +78,9 @@ def main() -> None:
     settings = configs.load(RolloutConfig, sys.argv[1:], prog="eval/rollout.py")
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory of a model of clips, such as runs/sprites_acdit")
+    for name in ("frames", "context"):
+        if getattr(settings.sampler, name, None) is not None:
+            raise UserError(f"--sampler.{name} is set for each row here; use --longer and --contexts")
     out = writable(settings.out, "--out")
     device, _ = settings.engine.resolve()
     extractor = FrameDifferences(build_extractor(settings.frames, weights=settings.weights, device=device))
@@ -87,11 +90,11 @@ def main() -> None:
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
     generator = load(settings.checkpoint, settings.step, settings.engine)
     window = check(generator, held_out)
-    generator.check_guidance(settings.guidance)
     longest = settings.longer * window
     contexts = [context or None for context in settings.contexts]
     for context in contexts:
-        ro.sampler_of(settings, longest, context)
+        generator.check_sampling(replace(settings, sampler=ro.sampler_of(settings, longest, context)))
+    real = real_clips(settings, longest) if settings.real else None  # now: there may be none so long
     used = [
         ro.memory(generator, settings, times * window, context, settings.clips)
         for context in contexts
@@ -106,9 +109,8 @@ def main() -> None:
         with Progress(ro.name_of(context)) as step:
             clips = ro.rolled(generator, plan, settings, longest, context, step)
         scored[ro.name_of(context)] = ro.drift(clips, *given, allow_small=settings.allow_small)
-    if settings.real:
-        clips = real_clips(settings, longest)
-        scored["real"] = ro.drift(clips, *given, allow_small=settings.allow_small)
+    if real is not None:
+        scored["real"] = ro.drift(real, *given, allow_small=settings.allow_small)
     write(settings, generator, out, scored, used, protocol.hash)
 
 

@@ -200,6 +200,18 @@ def test_a_sampler_by_its_kind(generator: Generator) -> None:
     assert torch.equal(generator.sample([0], sampler="ar").tokens, generator.sample([0]).tokens)
 
 
+def test_pixels_that_are_no_numbers_are_said(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = generator.tokenizer.decode
+
+    def broken(tokens: Tensor, **other: Any) -> Tensor:
+        pixels = real(tokens, **other)
+        pixels[1, ..., 0] = float("nan")
+        return pixels
+
+    monkeypatch.setattr(generator.tokenizer, "decode", broken)
+    assert "the image of seed 8 has pixels that are not finite; try " in refused(lambda: generator.sample(1, [7, 8, 9]))
+
+
 def test_guidance_needs_a_null_class(make_model: Callable[..., Any], generator: Generator) -> None:
     model = make_model(grid=(1, 8, 8), condition={"dropout": 0.0})
     nullless = Generator(model, generator.tokenizer, EngineConfig(device="cpu"))

@@ -81,6 +81,17 @@ def round_trip(tokenizer: Any, clips: Clips) -> Clips:
         yield ev.reconstruct(tokenizer, pixels)[1], index
 
 
+def check_length(generator: Generator, settings: SamplingConfig, frames: int, start: int) -> None:
+    """Raises `UserError` where the model draws images, or clips that are too short."""
+    latent = getattr(settings.sampler, "frames", None) or generator.model.grid[0]
+    drawn = latent // generator.tokenizer.grid[0]
+    if drawn < max(2, start + frames):
+        raise UserError(
+            f"the model draws {drawn} frame{'s' * (drawn > 1)}, {start + frames} are to be scored; set --data.frames "
+            "and --start to what it draws, or --sampler.frames"
+        )
+
+
 def generated(
     generator: Generator,
     plan: SamplePlan,
@@ -92,18 +103,14 @@ def generated(
     """Clips drawn by a model under the plan's labels and seeds: `frames` frames of each from `start` on.
 
     Raises:
-        UserError: the model draws images, or clips that are too short.
+        UserError: as `check_length`.
     """
+    check_length(generator, settings, frames, start)
     world = world or ev.World()
     rows = plan.rows(world.rank, world.size)
     for at in range(0, len(rows), settings.engine.batch):
         part = slice(at, at + settings.engine.batch)
         labels, seeds = rows.label[part].tolist(), rows.seed[part].tolist()
         clips = generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler).clips
-        drawn = 1 if clips is None else clips.shape[1]
-        if clips is None or drawn < start + frames:
-            raise UserError(
-                f"the model draws {drawn} frames, {start + frames} are to be scored; set --data.frames and --start to "
-                "what it draws, or --sampler.frames"
-            )
+        assert clips is not None
         yield clips[:, start : start + frames], rows.index[part]

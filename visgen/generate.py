@@ -189,11 +189,7 @@ class Generator(Conditioned):
         if getattr(sampler, "window", None) == "auto":  # whose choice takes a trial
             sampler = replace(sampler, window=1)
         built: Sampler = configs.build(sampler)
-        engine = Engine(self.model, guidance, warp, self.meta.get("tokenizer"))
-        engine.check(built)
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        engine.begin({"label": zero})
-        built.init(engine, Noise(zero))
+        Engine(self.model, guidance, warp, self.meta.get("tokenizer")).rehearse(built)
 
     def check_memory(self, grid: Grid, rows: int, branches: int) -> None:
         """Refuses images whose pixels and cache alone are more than there is: a CPU ends a process without a word."""
@@ -237,14 +233,21 @@ class Generator(Conditioned):
                 engine.begin(batch, known)
                 generation = engine.run(sampler, noise, progress)
             other = {} if engine.grid == self.model.grid else {"grid": engine.grid}
-            decoded = (to_uint8(self.tokenizer.decode(part, **other)).cpu() for part in generation.tokens.split(rows))
-            frames = torch.cat(list(decoded))  # [B, T, 3, H, W]
+            decoded = (self.tokenizer.decode(part, **other) for part in generation.tokens.split(rows))
+            checked = [(to_uint8(part).cpu(), part.isfinite().flatten(1).all(1).cpu()) for part in decoded]
+            frames, finite = (torch.cat(of) for of in zip(*checked, strict=True))  # [B, T, 3, H, W], [B]
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             raise UserError(
                 f"{rows} images at once do not fit the memory of {self.device}; lower --engine.batch"
             ) from None
+        if not finite.all():
+            lost = seeds[int(finite.float().argmin())]
+            raise UserError(
+                f"the image of seed {lost} has pixels that are not finite; try --engine.precision fp32, less guidance "
+                "or temperature, or another step of the run"
+            )
         seconds = time.perf_counter() - start
         tokens, rounds = generation.tokens.cpu(), generation.rounds.cpu()
         clips = frames if frames.shape[1] > 1 else None

@@ -67,6 +67,27 @@ def test_a_clip_that_is_too_short_is_refused(folder: Path) -> None:
         made(folder, frames=8, stride=1).get(1)
 
 
+def test_what_cannot_be_read_is_replaced_by_the_next_one_if_wanted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "jump" / "0.gif").write_bytes(b"GIF89a")
+    with pytest.raises(UserError, match=r"0\.gif is not a readable video .*, or pass --data\.on-error skip"):
+        made(folder, frames=3).get(0)
+    data = made(folder, frames=5, on_error="skip")  # 1.gif has 7 frames of 13
+    for _ in range(2):
+        sample = data.get(0)
+        assert len(sample["pixels"]) == 5 and sample["label"] == 1, "of the clip that was taken"
+    assert data.skipped == 2 and caplog.text.count("skipped") == 2
+    with pytest.raises(UserError, match="nothing readable from sample 2 on: 3 of 3 are damaged"):
+        made(folder, frames=30, on_error="skip").get(2)
+
+
+def test_a_header_that_promises_too_much_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visgen.data._clips.count", lambda path: 100)
+    with pytest.raises(UserError, match=r"1\.gif has 7 frames; 3 at a stride of 3 need 9: a stride of 2 fits"):
+        read_clip(folder / "jump" / "1.gif", 16, 3, 3, start=2)
+
+
 def test_folders_that_hold_no_clips_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder"):
         made(tmp_path / "none")

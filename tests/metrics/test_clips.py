@@ -144,6 +144,12 @@ def test_the_program_scores_rows_of_one_table(
     assert {r["protocol"]["hash"] for r in reports.values()} == {reports["real"]["protocol"]["hash"]}
     assert reports["real"]["protocol"]["reference"] == "sprites/held_out-12f-s1"
     assert reports["generated"]["sampling"]["start"] == 4
-    monkeypatch.setattr(sys, "argv", ["eval/fvd.py", "--checkpoint", str(run_dir), *flags, "--start", "5"])
-    with pytest.raises(UserError, match="the model draws 16 frames, 17 are to be scored"):
-        fvd.main()
+    monkeypatch.setattr(fvd.cs, "reference", None)  # what follows is refused before
+    for given, said in (
+        ([*flags, "--start", "5"], "the model draws 16 frames, 17 are to be scored"),
+        ([*flags, "--sampler.frames", "15"], r"sampler\.frames 15 are not whole blocks of this model"),
+        ([*flags[:-8], "--sampler.kind", "ar"], "sampler ar is not for this model"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["eval/fvd.py", "--checkpoint", str(run_dir), *given])
+        with pytest.raises(UserError, match=said):
+            fvd.main()

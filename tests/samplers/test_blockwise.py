@@ -254,5 +254,7 @@ def test_what_it_cannot_do_is_refused(make_blocks: Callable[..., Any], make_mode
         decode(make_model())
     with pytest.raises(UserError, match="UniPCMultistepScheduler is not for a model of velocity"):
         decode(make_blocks(predicts="velocity"), scheduler="UniPCMultistepScheduler")
+    with pytest.raises(UserError, match=r"steps by its own rule, not by sampler\.solver heun"):
+        decode(make_blocks(predicts="velocity"), scheduler="FlowMatchEulerDiscreteScheduler", solver="heun")
     with pytest.raises(UserError, match="solver heun is for a model of velocity"):
         decode(make_blocks(), solver="heun")

@@ -205,6 +205,25 @@ def test_recomputed_blocks_and_micro_batches_change_nothing(one, plans, tmp_path
     assert altered(plans, tmp_path / "b", kind, accumulation=4) == pytest.approx(curve, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sampler", "said"),
+    [
+        ("acdit", {"kind": "blockwise", "frames": 3}, r"sampler\.frames 3 are not whole blocks"),
+        ("masked", {"kind": "ar"}, "sampler ar is not for this model"),
+        ("next_token", {"kind": "one_step"}, "sampler one_step is not for this model"),
+        ("dd1", {"kind": "ar"}, "sampler ar is not for this model"),
+    ],
+)
+def test_previews_that_do_not_fit_are_refused_before_the_first_step(plans, tmp_path, kind, sampler, said):
+    plan = yaml.safe_load((plans / "all" / f"{kind}.yaml").read_text())
+    plan["objective"]["preview"] = {"sampler": sampler}
+    plan["loop"]["preview_every"] = 4
+    (tmp_path / f"{kind}.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(UserError, match=f"objective.preview does not fit: {said}"):
+        every.run_all(tmp_path, tmp_path)
+    assert not (tmp_path / f"{kind}.0").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARDED)
 def test_compiled_blocks_change_nothing(one, plans, tmp_path, kind):

@@ -39,12 +39,12 @@ def read_clip(path: Path, size: int, frames: int, stride: int = 1, start: int = 
     """uint8 [frames, 3, size, size]: every `stride`-th frame from `start` on, each by the centre crop of images.
 
     Raises:
-        UserError: missing, unreadable, or shorter than that.
+        UserError: missing, unreadable, or shorter than that, whatever its header says.
     """
     wanted = range(start, start + (frames - 1) * stride + 1, stride)
     taken = [center_crop(f, size) for f in itertools.islice(pictures(path), wanted.start, wanted.stop, stride)]
     if len(taken) < frames:
-        raise too_short(path, count(path), frames, stride, start)
+        raise too_short(path, sum(1 for _ in pictures(path)), frames, stride, start)  # its header may say more
     return torch.cat([to_pixels(picture) for picture in taken])
 
 

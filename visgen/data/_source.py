@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from visgen.data._images import UNREADABLE, center_crop, random_crop, read_image
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 1000  # unreadable images in a row before `skip` gives up
+OnError = Literal["stop", "skip"]
+T = TypeVar("T")
+PATIENCE = 1000  # unreadable samples in a row before `skip` gives up
 
 
 class SampleError(UserError):
@@ -32,6 +34,41 @@ class SampleError(UserError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class Readable:
+    """What a source does at samples that cannot be read.
+
+    Args:
+        count: samples of the source.
+        on_error: `stop`, or `skip`: name it once, count it, and take the next readable one in its place.
+    """
+
+    def __init__(self, count: int, on_error: OnError) -> None:
+        self.on_error = on_error
+        self._damaged = torch.zeros(count, dtype=torch.uint8).share_memory_()  # seen by every worker
+
+    @property
+    def skipped(self) -> int:
+        return int(self._damaged.sum())
+
+    def read(self, index: int, one: Callable[[int], T]) -> tuple[T, int]:
+        """`one(index)`, or that of the first readable sample after it; and the index of that. `one` raises
+        `SampleError` where it cannot."""
+        count = len(self._damaged)
+        if not 0 <= index < count:
+            raise IndexError(f"sample {index} of {count}")
+        for i in (np.arange(index, index + min(count, PATIENCE)) % count).tolist():
+            if self._damaged[i]:
+                continue
+            try:
+                return one(i), i
+            except SampleError as error:
+                if self.on_error == "stop":
+                    raise SampleError(f"{error}, or pass --data.on-error skip") from None
+                self._damaged[i] = 1
+                log.warning("%s; skipped", error)
+        raise SampleError(f"nothing readable from sample {index} on: {self.skipped} of {count} are damaged")
 
 
 @dataclass(frozen=True)
@@ -44,7 +81,7 @@ class ImageConfig:
     """center: ADM's; random: LlamaGen's, shorter side in [size, ceil(size / 0.8)], train split only."""
     hflip: bool = False
     """Mirror half of the training images."""
-    on_error: Literal["stop", "skip"] = "stop"
+    on_error: OnError = "stop"
     """An unreadable image stops the run, or is named once, counted, and replaced by the next readable one."""
     held_out_fraction: float = 0.05
     """Share of the images held out by a hash of their names, where the source has no held-out part of its own."""
@@ -73,7 +110,7 @@ class ImageData(Data):
     def _index(self, labels: Sequence[int] | np.ndarray) -> None:
         """Takes the labels of this split's samples, in order."""
         self.labels = torch.as_tensor(labels, dtype=torch.int64)
-        self._unreadable = torch.zeros(len(self.labels), dtype=torch.uint8).share_memory_()  # seen by every worker
+        self._readable = Readable(len(self.labels), self.config.on_error)
 
     @abstractmethod
     def _file(self, index: int) -> Path | BytesIO: ...
@@ -86,7 +123,7 @@ class ImageData(Data):
 
     @property
     def skipped(self) -> int:  # type: ignore[override]
-        return int(self._unreadable.sum())
+        return self._readable.skipped
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
         image, index = self._read(index)
@@ -139,21 +176,14 @@ class ImageData(Data):
 
     def _read(self, index: int) -> tuple[Image.Image, int]:
         """The image at `index`, or in its place the first readable one after it; and the index of that."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        for step in range(min(len(self), PATIENCE)):
-            i = (index + step) % len(self)
-            if self._unreadable[i]:
-                continue
-            try:
-                return read_image(self._file(i)), i
-            except UNREADABLE as error:
-                text = f"image {self._name(i)} cannot be read ({' '.join(str(error).split())})"
-                if self.config.on_error == "stop":
-                    raise SampleError(f"{text}; repair or delete it, or pass --data.on-error skip") from None
-                self._unreadable[i] = 1
-                log.warning("%s; skipped", text)
-        raise SampleError(f"no readable image after {self._name(index)}: {self.skipped} of {len(self)} are damaged")
+        return self._readable.read(index, self._opened)
+
+    def _opened(self, index: int) -> Image.Image:
+        try:
+            return read_image(self._file(index))
+        except UNREADABLE as error:
+            reason = " ".join(str(error).split())
+            raise SampleError(f"image {self._name(index)} cannot be read ({reason}); repair or delete it") from None
 
 
 def held_out_by_name(name: bytes, fraction: float) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from visgen.checks import Positive, Rate
 from visgen.config import UserError
 from visgen.data import Data, Split
 from visgen.data._clips import ANIMATION, VIDEO, av, count, read_clip, too_short
-from visgen.data._source import SampleError, split_by_name
+from visgen.data._source import OnError, Readable, SampleError, split_by_name
 
 HELD_OUT_NAMES = ("held_out", "val", "test")
 
@@ -36,6 +37,8 @@ class Config:
     """Every so many frames of the file are taken."""
     hflip: bool = False
     """Mirror half of the training clips, all frames of one alike."""
+    on_error: OnError = "stop"
+    """A clip that is too short or cannot be read stops the run, or is named once, counted, and replaced by the next."""
     held_out_fraction: Rate = 0.05
     """Share of the clips held out by a hash of their names, where the folder has no held-out part of its own."""
 
@@ -62,6 +65,7 @@ class Video(Data):
         if any(path.suffix.lower() in VIDEO for path in self._paths):
             av()  # said before a worker needs it
         self.labels = torch.tensor(labels)
+        self._readable = Readable(len(self._paths), config.on_error)
         self.image_size, self.frames = (config.image_size, config.image_size), config.frames
         self._length = functools.lru_cache(maxsize=None)(count)
 
@@ -80,22 +84,27 @@ class Video(Data):
     def __len__(self) -> int:
         return len(self._paths)
 
+    @property
+    def skipped(self) -> int:  # type: ignore[override]
+        return self._readable.skipped
+
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"clip {index} of {len(self)}")
+        drawn = rng if self.split == "train" else None
+        clip, index = self._readable.read(index, functools.partial(self._clip, rng=drawn))
+        if drawn is not None and self.config.hflip and drawn.random() < 0.5:
+            clip = clip.flip(-1)
+        return {"pixels": clip, "label": int(self.labels[index])}
+
+    def _clip(self, index: int, rng: np.random.Generator | None) -> Tensor:
         path, config = self._paths[index], self.config
         try:
             spare = self._length(path) - ((config.frames - 1) * config.stride + 1)
             if spare < 0:
                 raise too_short(path, self._length(path), config.frames, config.stride)
-            drawn = rng is not None and self.split == "train"
-            start = int(rng.integers(spare + 1)) if drawn and rng is not None else spare // 2
-            clip = read_clip(path, config.image_size, config.frames, config.stride, start)
+            start = spare // 2 if rng is None else int(rng.integers(spare + 1))
+            return read_clip(path, config.image_size, config.frames, config.stride, start)
         except UserError as error:
             raise SampleError(str(error)) from None
-        if drawn and rng is not None and config.hflip and rng.random() < 0.5:
-            clip = clip.flip(-1)
-        return {"pixels": clip, "label": int(self.labels[index])}
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_length"}

@@ -279,6 +279,14 @@ class Engine:
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
 
     @torch.inference_mode()
+    def rehearse(self, sampler: SamplerLike) -> None:
+        """Refuses a sampler that does not fit, before anything is drawn: what one image would begin with is made."""
+        self.check(sampler)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.begin({"label": zero})
+        sampler.init(self, Noise(zero))
+
+    @torch.inference_mode()
     def run(self, sampler: SamplerLike, noise: Noise, on_step: Callable[[int, int], None] | None = None) -> Generation:
         """Iterates the sampler to its end. `on_step(done, total)` is called after each iteration's launch.
 

@@ -68,6 +68,9 @@ class Objective(ABC):
         call `nets[name](...)` once; other nets enter through their parameters only. May keep detached tensors between
         the turns of one step."""
 
+    def check_preview(self) -> None:
+        """Refuses settings of previews that do not fit the model; after `setup`, before the first step."""
+
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         """Images [B, 3, H, W] in [-1, 1] for the logger, made with `model` (the EMA of the exported module)."""
         return None

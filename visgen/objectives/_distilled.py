@@ -22,7 +22,7 @@ from visgen.nn.keyed import Rng, whole
 from visgen.nn.mixture import STEPS
 from visgen.objectives import Objective
 from visgen.objectives._control import Maps
-from visgen.objectives._tokens import check_labels, check_text
+from visgen.objectives._tokens import check_labels, check_preview, check_text
 from visgen.samplers._teacher import Teacher, codes_of, make_pairs, read_teacher
 
 SEEDS = 1 << 62  # training draws seeds below it, evaluation begins with it
@@ -153,6 +153,11 @@ class Distillation(Objective):
             for i in range(0, len(tokens), size)
         ]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def check_preview(self) -> None:
+        settings = getattr(self.config, "preview", None)
+        if settings is not None and self.maps is None:
+            check_preview(self.exported(), settings)
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer: Any = self.frozen.get("tokenizer")

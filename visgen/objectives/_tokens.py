@@ -16,6 +16,7 @@ from visgen.data import Batch, Data
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
+from visgen.decode.warp import Warp
 from visgen.model import Model
 from visgen.nn.diffusion import TIMES
 from visgen.objectives import Logs
@@ -110,6 +111,21 @@ def drawn(model: Any, tokenizer: Any, settings: Any, seed: int) -> Tensor | None
     engine.begin({"label": index % model.config.condition.classes})
     tokens = engine.run(configs.build(settings.sampler), Noise(index + seed)).tokens
     return tokenizer.decode(tokens).flatten(0, 1)
+
+
+def check_preview(model: Any, settings: Any) -> None:
+    """Raises `UserError` where a model of classes cannot be previewed by these settings."""
+    if configs.kind_of(model.config.condition) != "label" or model.controls is not None:
+        return
+    rules = (getattr(settings, "guidance", Guidance()), getattr(settings, "warp", Warp()))
+    training = model.training
+    model.eval()  # dropout would draw random numbers
+    try:
+        Engine(model, *rules).rehearse(configs.build(settings.sampler))
+    except UserError as error:
+        raise UserError(f"objective.preview does not fit: {error}") from None
+    finally:
+        model.train(training)
 
 
 def check_labels(model: Model, data: Data) -> None:

@@ -21,7 +21,7 @@ from visgen.model import Model, ModelConfig
 from visgen.nn.diffusion import TIMES
 from visgen.nn.keyed import Rng, normal, uniform
 from visgen.objectives import Logs, Objective
-from visgen.objectives._tokens import Previewed, by_band, drawn, read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, by_band, check_preview, drawn, read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,10 @@ class Blocks(Objective):
         time = fixed.uniform(at[:, : layout.tokens // layout.block], 1, Stream.ACCEPT).squeeze(-1) * (TIMES - 1)
         noise = fixed.normal(at, tokens.shape[-1], Stream.DENOISE)
         return {"mse": error(model, tokens, batch, None, time.round(), noise).mean()}
+
+    def check_preview(self) -> None:
+        if "tokenizer" in self.frozen:
+            check_preview(self.exported(), self.config.preview)
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         return drawn(model, self.frozen.get("tokenizer"), self.config.preview, seed)

@@ -25,7 +25,7 @@ from visgen.decode.noise import Noise
 from visgen.model import Model, ModelConfig
 from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
-from visgen.objectives._tokens import Previewed, by_band, drawn, read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, by_band, check_preview, drawn, read_tokenizer, tokens_of
 
 GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples modulo 1 are spread as evenly as can be
 
@@ -111,6 +111,10 @@ class Masked(Objective):
         count = math.ceil(self.share(0.5) * model.tokens)
         h, target = hidden_states(model, tokens, batch, None, order, count)
         return {"loss": model.head.loss(h, target).mean()}
+
+    def check_preview(self) -> None:
+        if "tokenizer" in self.frozen:
+            check_preview(self.exported(), self.config.preview)
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         return drawn(model, self.frozen.get("tokenizer"), self.config.preview, seed)

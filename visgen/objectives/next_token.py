@@ -25,7 +25,7 @@ from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
-from visgen.objectives._tokens import Previewed, read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, check_preview, read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,10 @@ class NextToken(Objective):
             fixed = Noise(torch.arange(len(tokens), device=tokens.device))
             order = fixed.order(tokens.shape[1])
         return {self.held_out_values[0]: model.loss(tokens, batch, None, order=order).mean()}  # type: ignore[operator]
+
+    def check_preview(self) -> None:
+        if "tokenizer" in self.frozen:
+            check_preview(self.exported(), self.config.preview)
 
     def preview(self, model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
         tokenizer, settings = self.frozen.get("tokenizer"), self.config.preview

@@ -213,6 +213,11 @@ class Blockwise(Sampler):
         engine.check_sampler("blockwise")
         if self.config.scheduler is not None and type(engine) is not Engine:
             raise UserError(f"sampler.scheduler {self.config.scheduler} runs eagerly alone; add --engine.kind eager")
+        if self.config.scheduler is not None and self.config.solver != "auto":
+            raise UserError(
+                f"sampler.scheduler {self.config.scheduler} steps by its own rule, not by sampler.solver "
+                f"{self.config.solver}; leave one of them out"
+            )
 
 
 def fitted(x: Tensor, count: int) -> Tensor:

@@ -74,6 +74,8 @@ def fit(
     loop.check(objective)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
+    if loop.preview_every:
+        objective.check_preview()
     data = objective.reading(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     if scoring is not None:
