@@ -303,7 +303,7 @@ def _check(config: Config) -> None:
         what = "needs" if config.mode == "distance" else "has no"
         raise UserError(f"sampler.mode {config.mode} {what} radius; it is {config.radius}, set it for distance alone")
     if config.mode == "head_time" and config.draft is not None and str(config.draft) != ".":
-        raise UserError(f"sampler.draft {config.draft} is not read by mode head_time, which has none; leave it out")
+        raise UserError(f"sampler.draft {config.draft} is of no use to mode head_time; pass --sampler.draft None")
     if config.last is not None and config.last > LAST:
         raise UserError(
             f"sampler.last {config.last}: the step from there multiplies the difference of two models by up to 316, so "
