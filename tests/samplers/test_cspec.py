@@ -266,7 +266,10 @@ def test_a_draft_model_that_cannot_be_guided_alike_is_refused(model: Model, make
         ({"mode": "distance"}, r"sampler\.mode distance needs radius; it is None"),
         ({"radius": 1.0}, r"sampler\.mode exact has no radius; it is 1\.0"),
         ({"last": 999}, r"sampler\.last 999: the step from there multiplies .* use at most 989"),
-        ({"mode": "head_time", "draft": Path("x")}, r"draft x is of no use to mode head_time; pass --sampler\.draft None"),
+        (
+            {"mode": "head_time", "draft": Path("x")},
+            r"draft x is of no use to mode head_time; pass --sampler\.draft None",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(values: Any, said: str) -> None:
