@@ -2,6 +2,7 @@
 
 python eval/reading.py --data.kind folder --data.root photos --data.image-size 256 --workers 16
 python eval/reading.py --photos 6000 --workers 16           # made photographs of 500 x 375 pixels, about 105 KB each
+python eval/reading.py --codes 16384 --workers 4            # made codes of ImageNet-256's form: 1,000 classes, 20 views
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from PIL import Image
 
 from visgen import config as configs
 from visgen.checks import Natural, Positive, Seed
-from visgen.config import plugin, plugin_config
-from visgen.data import Data
+from visgen.config import UserError, plugin, plugin_config
+from visgen.data import Data, codes
 from visgen.launch import Progress, cpus, writable
 from visgen.metrics.report import environment
 from visgen.metrics.timing import Stopwatch
@@ -37,6 +38,8 @@ class ReadingConfig:
         batch: samples of a step.
         samples: to be read, after a batch for each worker; 0: four times the data set.
         photos: make so many JPEGs in OUT/photos and read these, by `folder` at 256 pixels; those that are there stay.
+        codes: write so many images of random codes to OUT/random_codes, as `visgen.encode` would, and read these: a training
+            takes them by `--objective.tokenizer None --data.root OUT/random_codes`.
         seed: of the order and the augmentation.
         out: directory of the report.
     """
@@ -46,6 +49,7 @@ class ReadingConfig:
     batch: Positive = 256
     samples: Natural = 0
     photos: Natural = 0
+    codes: Natural = 0
     seed: Seed = 0
     out: Path = Path("out/eval/reading")
 
@@ -66,6 +70,11 @@ def main() -> None:
     settings = configs.load(ReadingConfig, sys.argv[1:], prog="eval/reading.py")
     out = writable(settings.out, "--out")
     chosen, weight = settings.data, None
+    if settings.photos and settings.codes:
+        raise UserError("--photos and --codes are one data set each; give one of them")
+    if settings.codes:
+        write_codes(out / "random_codes", settings.codes, settings.seed)
+        chosen = plugin_config("visgen.data", "codes", root=out / "random_codes")
     if settings.photos:
         weight = write_photos(out / "photos", settings.photos)
         chosen = plugin_config("visgen.data", "folder", root=out / "photos", image_size=256)
@@ -113,6 +122,32 @@ def _write_photo(index: int, file: Path) -> None:
     grain = rng.normal(0, 21, (375, 500, 1))
     pixels = np.asarray(colours.resize((500, 375), Image.Resampling.BICUBIC), np.float32) + grain
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, quality=90)
+
+
+def write_codes(root: Path, count: int, seed: int) -> None:
+    """Random codes of 16 x 16 tokens, a class each image, anew; what was there is lost."""
+    rng, folder = np.random.default_rng(seed), root / "train"
+    folder.mkdir(parents=True, exist_ok=True)
+    index = codes.Index(
+        version=codes.VERSION,
+        split="train",
+        source={"kind": "synthetic"},
+        tokenizer="0" * 64,
+        grid=[1, 16, 16],
+        vocab=16384,
+        views="ten_crop",
+        ranges=[1.1, 1.05],
+        image_size=[256, 256],
+        classes=[str(i) for i in range(1000)],
+        images=count,
+        shard_images=8192,
+    )
+    for i in range(index.shard_count):
+        labels = rng.integers(0, len(index.classes), len(index.shard(i)))
+        codes.write_shard(folder, index, i, rng.integers(0, index.vocab, index.shape(i)), labels)
+    index.shards = [record for i in range(index.shard_count) if (record := codes.shard_record(folder, index, i))]
+    index.complete = True
+    codes.write_index(folder, index)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from visgen.config import build, plugin_config
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -37,6 +39,14 @@ def test_made_photographs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [f.stat().st_mtime_ns for f in files[:3] + files[4:]] == stamps[:3] + stamps[4:] and files[3].is_file()
 
 
+def test_made_codes_are_read_and_may_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(monkeypatch, tmp_path, "--codes", "20", "--batch", "8", "--workers", "0")
+    assert (found["size"], found["samples"]) == (20, 80)
+    data = build(plugin_config("visgen.data", "codes", root=tmp_path / "random_codes"), "train")
+    assert (len(data), data.grid, data.vocab, data.view_count, len(data.classes)) == (20, (1, 16, 16), 16384, 20, 1000)
+    assert int(data.get(3)["tokens"].max()) > 8000
+
+
 def test_any_data_set_is_read_as_often_as_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--data.kind", "synthetic", "--data.n", "12", "--batch", "6", "--workers", "0")
     found = run(monkeypatch, tmp_path, *flags)
@@ -49,6 +59,7 @@ def test_any_data_set_is_read_as_often_as_said(tmp_path: Path, monkeypatch: pyte
         (("--data.kind", "synthetic", "--data.n", "12"), "fewer than loop.batch"),
         (("--data.root", "nowhere"), "nowhere"),
         (("--batch", "0"), "batch"),
+        (("--photos", "9", "--codes", "9"), "--photos and --codes are one data set each"),
     ],
 )
 def test_refused(
