@@ -38,8 +38,8 @@ class ReadingConfig:
         batch: samples of a step.
         samples: to be read, after a batch for each worker; 0: four times the data set.
         photos: make so many JPEGs in OUT/photos and read these, by `folder` at 256 pixels; those that are there stay.
-        codes: write so many images of random codes to OUT/random_codes, as `visgen.encode` would, and read these: a training
-            takes them by `--objective.tokenizer None --data.root OUT/random_codes`.
+        codes: write so many images of random codes to OUT/random_codes, as `visgen.encode` would, and read these; a
+            training takes them by `--objective.tokenizer None --data.root OUT/random_codes`.
         seed: of the order and the augmentation.
         out: directory of the report.
     """
