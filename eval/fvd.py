@@ -88,8 +88,8 @@ def main() -> None:
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs else None
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
-        generator.check_sampling(settings)
         if "generated" in settings.rows:
+            generator.check_sampling(settings)
             cs.check_length(generator, settings, held_out.frames, settings.start)
     train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
     with Progress("reference", world.rank == 0) as step:

@@ -105,13 +105,13 @@ def main() -> None:
     protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)  # type: ignore[arg-type]
     scored: dict[str, dict[int, dict[str, Score]]] = {}
     given = (window, range(0, longest, window), ref, extractor, protocol)
+    bound = {} if real is None else {"real": ro.drift(real, *given, allow_small=settings.allow_small)}
+    del real  # as large as the clips of a row
     for context in contexts:
         with Progress(ro.name_of(context)) as step:
             clips = ro.rolled(generator, plan, settings, longest, context, step)
         scored[ro.name_of(context)] = ro.drift(clips, *given, allow_small=settings.allow_small)
-    if real is not None:
-        scored["real"] = ro.drift(real, *given, allow_small=settings.allow_small)
-    write(settings, generator, out, scored, used, protocol.hash)
+    write(settings, generator, out, scored | bound, used, protocol.hash)
 
 
 def check(generator: Generator, held_out: Any) -> int:

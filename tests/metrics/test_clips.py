@@ -144,6 +144,10 @@ def test_the_program_scores_rows_of_one_table(
     assert {r["protocol"]["hash"] for r in reports.values()} == {reports["real"]["protocol"]["hash"]}
     assert reports["real"]["protocol"]["reference"] == "sprites/held_out-12f-s1"
     assert reports["generated"]["sampling"]["start"] == 4
+    recon = [*flags[:-8], "--rows", "recon", "--out", str(tmp_path / "recon")]  # needs no sampler that fits
+    monkeypatch.setattr(sys, "argv", ["eval/fvd.py", "--checkpoint", str(run_dir), *recon])
+    fvd.main()
+    assert "recon" in capsys.readouterr().out
     monkeypatch.setattr(fvd.cs, "reference", None)  # what follows is refused before
     for given, said in (
         ([*flags, "--start", "5"], "the model draws 16 frames, 17 are to be scored"),

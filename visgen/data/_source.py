@@ -58,7 +58,8 @@ class Readable:
         count = len(self._damaged)
         if not 0 <= index < count:
             raise IndexError(f"sample {index} of {count}")
-        for i in (np.arange(index, index + min(count, PATIENCE)) % count).tolist():
+        for step in range(min(count, PATIENCE)):
+            i = (index + step) % count
             if self._damaged[i]:
                 continue
             try:
