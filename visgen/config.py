@@ -7,13 +7,11 @@ checks and the same `--help`. A *plugin* field (`sampler: Any = plugin("visgen.s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
 import inspect
-import io
 import os
 import pkgutil
 import re
@@ -27,6 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 
 from visgen.checks import UserError, check
+from visgen.parser import parse
 from visgen.yaml_files import layers, merge
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None =
     concrete = _concretise(cls, merged, "")
     leaves = dict(_leaves(concrete, ""))
     flags = _flatten(merged, concrete, leaves, "") + _check_flags(argv, leaves, concrete)
-    config = _plain(_parse(concrete, flags, prog), cls)
+    config = _plain(parse(concrete, flags, prog), cls)
     check(config)
     return config
 
@@ -372,35 +371,6 @@ def _kinds_with(cls: type, path: list[str]) -> str:
 def _boolean(word: str) -> str:
     """`true` and `false`, which YAML says, as the parser says them."""
     return word.capitalize() if word in ("true", "false") else word
-
-
-PLAINLY = (  # what the parser says, and how we say it
-    (r"no type matching (.*?) could be instantiated from \['(.*)'\]\..*", r"\1 must be \2, got '\3'"),
-    (r"Could not find valid parse for arguments: \[(.*)\]", r"\1 takes values of its type, apart by spaces; got \2"),
-    (r"invalid literal for int\(\) with base 10: (.*)", r"\1 must be an int, got \2"),
-    (r"could not convert string to float: (.*)", r"\1 must be a float, got \2"),
-)
-
-
-def _parse(cls: type[T], flags: list[str], prog: str | None) -> T:
-    options: Any = {"args": flags, "prog": prog, "config": (tyro.conf.FlagConversionOff,)}
-    if "--help" in flags or "-h" in flags:
-        return tyro.cli(cls, **options)
-    options["config"] += (tyro.conf.HelptextFromCommentsOff,)  # nobody reads them now, and finding them takes long
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
-            return tyro.cli(cls, **options)
-    except SystemExit:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", captured.getvalue())
-        text = re.sub(r"\u256d.*?\u256e|^ \S.*\n -{5,}", " ", text, flags=re.MULTILINE)  # tyro's headings
-        text = " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", text).split())
-        text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
-        for said, plainly in PLAINLY:
-            text = re.sub(rf"Error parsing (\S+): {said}", plainly, text)
-        text = re.sub(r" must be \{None\}\|\{?([^{}|]+?)\}?, got ", r" must be \1, got ", text)
-        hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
-        raise UserError((text or "the options could not be read; see --help") + hint) from None
 
 
 def _plain(config: Any, cls: type[T]) -> T:
