@@ -129,13 +129,13 @@ class NoCache(BlockCache):
     Block after block, so that no product is computed to be masked.
     """
 
-    def __init__(self, block: int, branches: int) -> None:
-        self.block, self.branches = block, branches
+    def __init__(self, layers: int, block: int, branches: int) -> None:
+        self.layers, self.block, self.branches = layers, block, branches
 
-    def window(self, pos: Tensor) -> Attend:
+    def window(self, pos: Tensor) -> list[Attend]:
         size, before = self.block, pos.shape[1] // self.block - self.branches
 
-        def attend(q: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+        def attend(q: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return torch.cat(
                 [
                     F.scaled_dot_product_attention(own, seen(key, i), seen(value, i))
@@ -150,7 +150,7 @@ class NoCache(BlockCache):
                 return x[:, :, : (i + 1) * size]
             return torch.cat([x[:, :, : before * size], x[:, :, i * size : (i + 1) * size]], 2)
 
-        return attend
+        return [attend] * self.layers
 
 
 class Uncached(Engine):
@@ -175,7 +175,8 @@ class Uncached(Engine):
         tokens = torch.cat([*self._clean, values.repeat(1, k, 1)], 1)
         vectors = self.condition.vectors.unflatten(0, (k, -1)).squeeze(2).transpose(0, 1)  # [B, K, D]
         cond = self.condition._replace(vectors=vectors)
-        h = self.model.backbone(tokens, pos, cond=cond, level=level, cache=NoCache(size, k))  # [B, K W, D]
+        cache = NoCache(len(self.model.backbone.layers), size, k)
+        h = self.model.backbone(tokens, pos, cond=cond, level=level, cache=cache)  # [B, K W, D]
         weights = self.guidance.weights(index.clamp(max=self.tokens - 1), self.tokens)
         return self.model.head.dist(h.unflatten(1, (k, -1)).transpose(0, 1), weights)
 

@@ -116,6 +116,7 @@ def test_what_a_noised_block_depends_on() -> None:
             assert changed.all(1).tolist() == changed.any(1).tolist() == [j == i for j in range(4)]
 
 
+@torch.no_grad()
 def test_clean_keys_depend_on_neither_label_nor_noise() -> None:
     backbone = made(IMAGE, (1, 2, 2))
     clean, _, _, cond = inputs(backbone)
@@ -143,14 +144,14 @@ def check_ring(size: int, kernel: Kernel = "auto", device: str = "cpu", dim: int
     clean = [draw(B, 2, size, dim, seed=10 + i).to(device) for i in range(8)]
     for i in range(8):
         q, k, v = (draw(branches * B, 2, size, dim, seed=100 + 3 * i + j).to(device) for j in range(3))
-        attend = cache.window(torch.arange(i * size, (i + 1) * size, device=device).unsqueeze(0))
-        out = attend(q, k, v, 0)
+        (attend,) = cache.window(torch.arange(i * size, (i + 1) * size, device=device).unsqueeze(0))
+        out = attend(q, k, v)
         before = clean[max(0, i - 2) : i]
         keys, values = (torch.cat([*(c.repeat(branches, 1, 1, 1) for c in before), own], 2) for own in (k, v))
         wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
         assert torch.allclose(out, wanted, atol=1e-5 if device == "cpu" else 1e-2), i
         every = clean[i].repeat(branches, 1, 1, 1)
-        attend(every, every, every, 0)  # committed: keys and values are the clean block itself
+        attend(every, every, every)  # committed: keys and values are the clean block itself
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,23 @@ def test_the_decode_loop_waits_for_nothing_and_compiles_nothing(make_model: Make
     for _ in range(sampler.iterations(engine)):
         step()
     assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
+
+
+@gpu
+def test_garbage_of_an_earlier_engine_does_not_spoil_a_capture(make_model: MakeModel) -> None:
+    """A graph that nothing but a cycle refers to is freed by the collector, which may run at any time."""
+    model, sampler = make_model().to(DEVICE), AR(Config())
+    engine = CapturedEngine(model)
+    decoded(engine, torch.arange(BATCH), sampler=sampler)
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    del engine, cycle
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        decoded(CapturedEngine(model), torch.arange(BATCH), sampler=sampler)
+    finally:
+        gc.set_threshold(*threshold)
 
 
 @gpu

@@ -98,6 +98,17 @@ def test_the_handlers_of_before_are_back():
     assert signal.set_wakeup_fd(woken) == -1 and signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_reader_that_lives_on_does_not_keep_the_run():
+    with faults.Stop(ALONE):
+        reader = os.fork()  # with a copy of all that is open
+        if reader == 0:
+            time.sleep(20)
+            os._exit(0)
+    alive = os.waitpid(reader, os.WNOHANG) == (0, 0)
+    os.kill(reader, signal.SIGKILL)
+    assert alive
+
+
 def test_a_second_signal_ends_at_once(monkeypatch):
     monkeypatch.setattr(faults, "ONE", 0.0)
     child = os.fork()

@@ -117,7 +117,8 @@ with plugins():
 
 def test_one_training_at_a_time_in_a_run_directory(tmp_path):
     run = tmp_path / "run"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    path = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", STANDING, str(run)], env=env, **pipes) as first:
         assert first.stdout.readline() == "training\n"

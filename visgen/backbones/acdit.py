@@ -116,17 +116,17 @@ class ACDiT(Backbone):
         assert level is not None, "a noised token has a time"
         if pos is None:
             clean = self.layout.tokens - self.layout.block
-            attend: Attend = self.streams
+            attends: list[Attend] = [self.streams] * len(self.layers)
             pos = torch.cat([torch.arange(n, device=tokens.device) for n in (clean, self.layout.tokens)]).unsqueeze(0)
         else:
             assert isinstance(cache, BlockCache) and level.shape == (1,)
             clean = tokens.shape[1] - cond.vectors.shape[1] * self.layout.block  # 0 with a cache that keeps blocks
-            attend, level = cache.window(pos), level.unsqueeze(0)
+            attends, level = cache.window(pos), level.unsqueeze(0)
         table = self.rotation(pos)
         x = self.embed(tokens.to(self.embed.weight.dtype)).unflatten(1, (-1, self.layout.block))  # [B, blocks, W, D]
         about = F.silu(self.embed_time(level) + cond.vectors.to(x.dtype))  # [B, noised blocks, D]
-        for i, layer in enumerate(self.layers):
-            x = layer(x, about, level < 0, table, attend, i)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, about, level < 0, table, attend)
         x = self.norm(x[:, clean // self.layout.block :])
         shift, scale = self.modulation(about).unsqueeze(2).chunk(2, -1)
         return (x * (1 + scale) + shift).flatten(1, 2)
@@ -199,7 +199,6 @@ class Block(nn.Module):
         clean: Tensor,  # [B or 1, noised blocks] bool: those that are to be run clean all the same
         table: Tensor,
         attend: Attend,
-        layer: int,
     ) -> Tensor:
         parts = self.modulation(about).unflatten(-1, (6, -1))  # shift, scale, gate of attention, then of the MLP
         plain = self.plain.to(parts.dtype)
@@ -209,7 +208,7 @@ class Block(nn.Module):
             parts = torch.cat([plain.expand(len(parts), before, -1, parts.shape[-1]), parts], 1)
         shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = parts.unsqueeze(2).unbind(3)  # [B, blocks, 1, D]
         h = (self.attention_norm(x) * (1 + scale) + shift).flatten(1, 2)
-        x = x + gate * self.attention(h, table, attend, layer).view_as(x)
+        x = x + gate * self.attention(h, table, attend).view_as(x)
         return x + gate_ffn * self.ffn(self.ffn_norm(x) * (1 + scale_ffn) + shift_ffn)
 
 
@@ -226,7 +225,7 @@ class Attention(nn.Module):
         )
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, table: Tensor, attend: Attend, layer: int) -> Tensor:  # [B, S, D]
+    def forward(self, x: Tensor, table: Tensor, attend: Attend) -> Tensor:  # [B, S, D]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
         q, k = (self.turn(norm(y), table).to(v.dtype) for norm, y in ((self.query_norm, q), (self.key_norm, k)))
-        return self.out(attend(q, k, v, layer).transpose(1, 2).flatten(2))
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))

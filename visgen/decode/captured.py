@@ -8,9 +8,11 @@ of the last. The slow twin is `Engine`, which runs the same code eagerly.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -144,10 +146,22 @@ class CapturedEngine(Engine):
         torch.cuda.current_stream(self.device).wait_stream(side)
         _at_turn(state, turn)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _uncollected(), torch.cuda.graph(graph, pool=self._pool):
             sampler.iterate(state, self.forward, noise)  # recorded, not run
         self._pool = graph.pool()
         return graph
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No collection of garbage: to free a graph of an earlier engine would spoil the capture at hand."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _at_turn(state: Any, turn: int) -> None:

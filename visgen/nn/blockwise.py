@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.layout import Layout, seen
-from visgen.nn.cache import KVCache
+from visgen.nn.cache import KVCache, write
 
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (q, k, v [R, H, W, d], layer) -> [R, H, W, d]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [R, H, W, d] -> [R, H, W, d]
 Kernel = Literal["auto", "flex", "dense"]
 TILE = 128  # queries, and keys, that FlexAttention takes or leaves together
 
@@ -43,7 +43,7 @@ class Streams:
             self.mask = self._blocks(device) if flexes else self._dense(device)
             self.device, self.flex = device, _flex(device) if flexes else None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.layout.block == self.layout.tokens:  # one block: there is no clean stream
             return F.scaled_dot_product_attention(q, k, v)
         self.prepare(q.device)
@@ -117,8 +117,8 @@ class BlockCache(KVCache):
         self.rows, self.block, self.blocks, self.branches = rows, block, blocks, branches
         self.tiled = _Tiled(self) if _flexes(kernel, self.keys.device) and block % TILE == 0 else None
 
-    def window(self, pos: Tensor) -> Attend:
-        """Attention of one block of all rows (row r is image r modulo `rows`), whose slots are pos [1, W].
+    def window(self, pos: Tensor) -> list[Attend]:
+        """Attention, by layer, of one block of all rows (row r is image r modulo `rows`), whose slots are pos [1, W].
 
         No value of `pos` is read by the host.
         """
@@ -133,7 +133,8 @@ class BlockCache(KVCache):
         if self.tiled is not None:
             self.tiled.show(seen)
         mask = None if self.tiled else seen.repeat_interleave(w, 0).repeat_interleave(w, 1)  # [K W, S]
-        return _Window(self, written, mask)
+        layers = range(len(self.keys))
+        return [_Window(self, self.keys[i], self.values[i], written, mask) for i in layers]
 
     def fold(self, x: Tensor) -> Tensor:
         """[K B, H, W, d] -> [B, H, K W, d]: the branches of an image read one cache."""
@@ -141,20 +142,22 @@ class BlockCache(KVCache):
 
 
 class _Window:
-    """What `BlockCache.window` gives: an object, so that what is compiled for one serves the next.
+    """Attention of one layer: an object that holds tensors alone, so that what is compiled for one serves all layers.
 
     Args:
+        keys, values: [B, H, S, d] of the layer, in the cache.
         written: [1, K W] slots of the cache.
         mask: [K W, S], or None where tiles are skipped.
     """
 
-    def __init__(self, cache: BlockCache, written: Tensor, mask: Tensor | None) -> None:
-        self.cache, self.written, self.mask = cache, written, mask
+    def __init__(self, cache: BlockCache, keys: Tensor, values: Tensor, written: Tensor, mask: Tensor | None) -> None:
+        self.cache, self.keys, self.values, self.written, self.mask = cache, keys, values, written, mask
 
-    def __call__(self, q: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = self.cache
         q, key, value = (cache.fold(part) for part in (q, key, value))  # [B, H, K W, d]
-        keys, values = (part.to(q.dtype) for part in cache.update(layer, key, value, self.written))
+        write(self.keys, self.values, key, value, self.written)
+        keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
         if cache.tiled is not None:
             out = cache.tiled(q, keys, values)
         else:

@@ -32,8 +32,13 @@ class KVCache:
 
     def update(self, layer: int, key: Tensor, value: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Writes key, value [rows, heads, W, d] at slots pos [rows, W]; returns those of all slots."""
-        index = pos[:, None, :, None].expand_as(key)
         keys, values = self.keys[layer], self.values[layer]
-        keys.scatter_(2, index, key.to(keys.dtype))
-        values.scatter_(2, index, value.to(values.dtype))
+        write(keys, values, key, value, pos)
         return keys, values
+
+
+def write(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, pos: Tensor) -> None:
+    """As `KVCache.update`, of one layer's keys and values [rows, heads, slots, d]."""
+    index = pos[:, None, :, None].expand_as(key)
+    keys.scatter_(2, index, key.to(keys.dtype))
+    values.scatter_(2, index, value.to(values.dtype))

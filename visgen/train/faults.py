@@ -52,6 +52,7 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._woken)
+        self._mouth.shutdown(socket.SHUT_RDWR)  # for readers that live on as well, which have the socket too
         self._mouth.close()
         self._listener.join()
         if self._pending is not None and error[0] is None:
