@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -210,6 +211,9 @@ class Generator(Conditioned):
         """The last call's engine, with what it measured and loaded, where the settings are the same."""
         engine = self._engine
         if engine is None or (engine.guidance, engine.warp, engine.grid) != (guidance, warp, grid):
+            if engine is not None:
+                engine = self._engine = None
+                gc.collect()  # a sampler's state may refer to its engine, whose buffers go before new ones are made
             model = self.model.at(grid)
             engine = self._engine = self.settings.make(model, guidance, warp, self.meta.get("tokenizer"))
         return engine

@@ -7,6 +7,7 @@ drift. Memory is that of the cache, which holds the clean blocks that a block ma
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,7 @@ def memory(generator: Generator, settings: SamplingConfig, frames: int, context:
     device, model = generator.device, generator.model
     cuda = device.type == "cuda"
     if cuda:
+        gc.collect()  # the engine of before, whose memory is not this one's
         torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device) if cuda else 0
     engine = generator.settings.make(model, settings.guidance)
