@@ -120,7 +120,7 @@ def check(generator: Generator, held_out: Any) -> int:
     Raises:
         UserError: a model of images, or of clips of another length than the data's.
     """
-    frames = generator.model.grid[0] // generator.tokenizer.grid[0]
+    frames = generator.frames()
     if frames == 1:
         raise UserError("the checkpoint draws single images, which have no length; give a model of clips")
     ev.check_match(held_out, generator.tokenizer, generator.class_count)

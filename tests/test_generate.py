@@ -198,6 +198,9 @@ def test_what_no_memory_can_hold_is_refused_before_it_is_asked_for(
 
 def test_a_sampler_by_its_kind(generator: Generator) -> None:
     assert torch.equal(generator.sample([0], sampler="ar").tokens, generator.sample([0]).tokens)
+    assert "sampler is a dict; pass a kind, such as 'ar'" in refused(
+        lambda: generator.sample([0], sampler={"kind": "ar"})
+    )
 
 
 def test_pixels_that_are_no_numbers_are_said(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:

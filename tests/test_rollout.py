@@ -137,6 +137,21 @@ def test_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fla
         rollout(monkeypatch, *rest, *given, "--out", str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["fid", "report"])
+def test_scores_of_images_refuse_clips(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    data = ["--data.kind", "sprites", *FLAGS[: FLAGS.index("--frames")]]
+    flags = ["--checkpoint", str(run), *data, "--extractor", "fd_debug", "--engine.device", "cpu", "--allow-small"]
+    rest = (
+        ["--rows", "one: sampler.kind=blockwise", "--score", "fd"]
+        if name == "report"
+        else ["--sampler.kind", "blockwise"]
+    )
+    given = [f"eval/{name}.py", *flags, *rest, "--n", "12", "--groups", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(UserError, match="clips of 4 frames, which eval/fvd"):
+        program(name).main()
+
+
 def test_models_of_images_have_no_length(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="draws single images, which have no length"):
         rollout(monkeypatch, *FLAGS, "--checkpoint", str(checkpoint_dir), "--out", str(tmp_path))

@@ -83,11 +83,12 @@ def round_trip(tokenizer: Any, clips: Clips) -> Clips:
 
 def check_length(generator: Generator, settings: SamplingConfig, frames: int, start: int) -> None:
     """Raises `UserError` where the model draws images, or clips that are too short."""
-    latent = getattr(settings.sampler, "frames", None) or generator.model.grid[0]
-    drawn = latent // generator.tokenizer.grid[0]
+    drawn = generator.frames(settings.sampler)
+    if drawn == 1:
+        raise UserError("the model draws single images; score them by eval/fid.py")
     if drawn < max(2, start + frames):
         raise UserError(
-            f"the model draws {drawn} frame{'s' * (drawn > 1)}, {start + frames} are to be scored; set --data.frames "
+            f"the model draws {drawn} frames, {start + frames} are to be scored; set --data.frames "
             "and --start to what it draws, or --sampler.frames"
         )
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from visgen.checks import Natural, Positive
+from visgen.checks import Natural, Positive, Range
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
@@ -58,7 +58,7 @@ class Config:
     """Processes that read images; 0 is fastest for data in memory, else about the number of CPU cores."""
     cpu: bool = False
     """Do not use a GPU."""
-    preflight_db: float = 1.0
+    preflight_db: Annotated[float, Range(-1000)] = 1.0
     """By how many dB decoded codes must be nearer to their own images than to others; see `preflight`."""
 
 
@@ -213,8 +213,8 @@ def _check(tokenizer: Tokenizer, data: Data, views: Views, ranges: Sequence[floa
         raise UserError("the tokenizer's weights are not float32; codes are made in float32, call tokenizer.float()")
     if views != "ten_crop" and tuple(ranges) != Config.crop_ranges:
         raise UserError(f"crop_ranges {tuple(ranges)} belongs to --views ten_crop, not {views}; leave one of them out")
-    if views == "ten_crop" and (not ranges or min(ranges) < 1):
-        raise UserError(f"crop_ranges {tuple(ranges)} must be one or more numbers of at least 1, such as 1.1 1.05")
+    if views == "ten_crop" and (not ranges or not all(1 <= r <= 100 for r in ranges)):
+        raise UserError(f"crop_ranges {tuple(ranges)} must be one or more numbers from 1 to 100, such as 1.1 1.05")
     if batch < 1 or shard < 1:
         raise UserError(f"batch {batch} and shard {shard} must be at least 1")
 

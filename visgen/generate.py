@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import time
@@ -148,6 +149,11 @@ class Generator(Conditioned):
                 f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
             )
         sampler = sampler or self.model.backbone.sampler
+        if not (isinstance(sampler, str) or dataclasses.is_dataclass(sampler)):
+            raise UserError(
+                f"sampler is a {type(sampler).__name__}; pass a kind, such as '{self.model.backbone.sampler}', or the "
+                "Config of its module in visgen.samplers"
+            )
         built: Sampler = configs.build(
             configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
         )
@@ -176,6 +182,11 @@ class Generator(Conditioned):
             told = request.batch(part, self.device)
             parts.append(self._batch(engine, sampler, told, request.seeds[part], known, progress))
         return parts
+
+    def frames(self, sampler: Any = None) -> int:
+        """Frames of what this model draws, by this sampler's config; 1 of images."""
+        latent: int = getattr(sampler, "frames", None) or self.model.grid[0]
+        return latent // self.tokenizer.grid[0]
 
     def refills(self, sampler: Any) -> bool:
         """Whether rows go on with the next image with this sampler, or the one of this config."""

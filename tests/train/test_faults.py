@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from toy import HERE, metrics, train
 
 from visgen import run_files
+from visgen.config import UserError
 from visgen.train import faults
 from visgen.train import loop as loops
+from visgen.train.order import say_killed
 
 ROOT = HERE.parents[1]
 NOISY = ("--objective.dropout", "0.3", "--objective.noise", "0.1")
@@ -96,6 +98,22 @@ def test_the_handlers_of_before_are_back():
     with faults.Stop(ALONE):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.set_wakeup_fd(woken) == -1 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with faults.Stop(ALONE):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_killed_reader_is_told_in_one_line():
+    with pytest.raises(UserError, match=r"DataLoader worker \(pid 5\) is killed by signal: Killed; .*loop.workers"):
+        say_killed(RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. "))
+    say_killed(RuntimeError("another one"))
 
 
 def test_a_reader_that_lives_on_does_not_keep_the_run():

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from visgen.config import UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C comes again through the launcher
 
 
 class Stop:
-    """Within it a first SIGTERM or SIGINT asks all processes to save and end; a second one ends this one at once.
+    """Within it a first of `SIGNALS` asks all processes to save and end; a second one ends this one at once. One that
+    is ignored, as nohup has it, stays so.
 
     Signals are dated as they arrive, by a thread: handlers may run much later, when a call into CUDA or NCCL is over.
     """
@@ -45,7 +46,8 @@ class Stop:
         self._listener = threading.Thread(target=_listen, args=(ear,), daemon=True)
         self._listener.start()
         self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -34,7 +34,7 @@ from visgen.train.faults import Stop
 from visgen.train.held_out import Best, held_out_losses, preview_batch
 from visgen.train.log import Log, LogConfig, report
 from visgen.train.optim import OptimConfig, build_optimizer, override
-from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
+from visgen.train.order import MicroBatches, Order, check_batch, micro_batches, say_killed
 from visgen.train.scoring import Scoring
 from visgen.train.shards import shard, sharding
 from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, restore, save
@@ -97,12 +97,16 @@ def fit(
                 out.say(line)
         if start >= loop.steps:
             out.say(
-                f"all {loop.steps} steps are done; to go on: a larger loop.steps, another loop.out, --loop.resume {run}"
+                f"all {loop.steps} steps are done; to go on: a larger loop.steps with --loop.resume {run} and another "
+                "loop.out"
             )
         elif _enough(state):
             out.say(f"{_lost(state)}; raise loop.patience to go on")
             return
         _run(state, data, held_out, scoring, start, out)
+    except RuntimeError as error:
+        say_killed(error)
+        raise
     finally:
         out.close()
 

@@ -88,6 +88,15 @@ def micro_batches(
         raise UserError(last.partition("UserError: ")[2] or last) from None
 
 
+def say_killed(error: RuntimeError) -> None:
+    """Raises what PyTorch says of a reader that was killed, wherever the main thread is then, as a `UserError`."""
+    if str(error).startswith("DataLoader worker"):
+        raise UserError(
+            f"{str(error).strip().splitlines()[0].rstrip('. ')}; where it was out of memory, lower loop.workers. The "
+            "same command goes on from the last checkpoint"
+        ) from None
+
+
 class _Parcel(dict[str, Any]):
     """A batch whose small tensors travel as bytes: to share a tensor's memory with another process takes a millisecond,
     whatever its size. It is unpacked by the thread that receives it, which with `pin` is not the one that trains."""
