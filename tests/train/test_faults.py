@@ -100,7 +100,7 @@ def test_the_handlers_of_before_are_back():
     assert signal.set_wakeup_fd(woken) == -1 and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_that_is_ignored_stays_so():
+def test_nohup_stays_in_force():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with faults.Stop(ALONE):

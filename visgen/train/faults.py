@@ -27,8 +27,8 @@ ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C come
 
 
 class Stop:
-    """Within it a first of `SIGNALS` asks all processes to save and end; a second one ends this one at once. One that
-    is ignored, as nohup has it, stays so.
+    """Within it a first of `SIGNALS` asks all processes to save and end; a second one ends this one at once. SIGHUP
+    stays ignored where it is, as by nohup.
 
     Signals are dated as they arrive, by a thread: handlers may run much later, when a call into CUDA or NCCL is over.
     """
@@ -46,7 +46,8 @@ class Stop:
         self._listener = threading.Thread(target=_listen, args=(ear,), daemon=True)
         self._listener.start()
         self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or not nohup]
         self._before = {number: signal.signal(number, self._receive) for number in heard}
         return self
 
