@@ -86,7 +86,7 @@ def check_length(generator: Generator, settings: SamplingConfig, frames: int, st
     drawn = generator.frames(settings.sampler)
     if drawn == 1:
         raise UserError("the model draws single images; score them by eval/fid.py")
-    if drawn < max(2, start + frames):
+    if drawn < start + frames:
         raise UserError(
             f"the model draws {drawn} frames, {start + frames} are to be scored; set --data.frames "
             "and --start to what it draws, or --sampler.frames"

@@ -179,7 +179,9 @@ def check_still(generator: Generator, settings: SamplingConfig) -> None:
     """Raises `UserError` where clips would be drawn, of which image scores see nothing but the first frames."""
     drawn = generator.frames(settings.sampler)
     if drawn > 1:
-        raise UserError(f"the model draws clips of {drawn} frames, which eval/fvd.py scores; here it would be images")
+        raise UserError(
+            f"the model draws clips of {drawn} frames, which eval/fvd.py scores; here their first frames were all"
+        )
 
 
 def pictures(data: Data, chosen: Sequence[int], world: World | None = None, batch: int = 256) -> Rows:

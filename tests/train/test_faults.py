@@ -124,6 +124,7 @@ def test_a_reader_that_lives_on_does_not_keep_the_run():
             os._exit(0)
     alive = os.waitpid(reader, os.WNOHANG) == (0, 0)
     os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
     assert alive
 
 

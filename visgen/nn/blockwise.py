@@ -142,7 +142,7 @@ class BlockCache(KVCache):
 
 
 class _Window:
-    """Attention of one layer: an object that holds tensors alone, so that what is compiled for one serves all layers.
+    """Attention of one layer, by its tensors and not its number, so that what is compiled for one serves all layers.
 
     Args:
         keys, values: [B, H, S, d] of the layer, in the cache.

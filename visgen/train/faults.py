@@ -46,8 +46,7 @@ class Stop:
         self._listener = threading.Thread(target=_listen, args=(ear,), daemon=True)
         self._listener.start()
         self._woken = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = [number for number in SIGNALS if number != signal.SIGHUP or not nohup]
+        heard = [n for n in SIGNALS if (n, signal.getsignal(n)) != (signal.SIGHUP, signal.SIG_IGN)]
         self._before = {number: signal.signal(number, self._receive) for number in heard}
         return self
 
