@@ -36,9 +36,7 @@ class Layout:
     block: int = 1
     grid: Grid = (0, 0, 0)
     noised: Tensor | None = None
-    _on: dict[torch.device, tuple[Tensor, Tensor | None]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _codes: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def slots(self) -> int:
@@ -102,27 +100,25 @@ class Layout:
         group = torch.cat([torch.arange(-prefix, 0), self.group])
         return Layout(coords, group, prefix, self.block, self.grid)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """`group` and `noised` there, copied once: a step that is being captured may not copy from the host."""
-        if device not in self._on:
-            self._on[device] = self.group.to(device), None if self.noised is None else self.noised.to(device)
-        return self._on[device]
+    def codes(self, device: torch.device) -> Tensor:
+        """[S] int32: 2 group, and 1 more where the slot holds a noised copy, for `seen`. Copied there once: a step that
+        is being captured may not copy from the host."""
+        if device not in self._codes:
+            copies = 0 if self.noised is None else self.noised
+            self._codes[device] = (2 * self.group + copies).int().to(device)
+        return self._codes[device]
 
     def visible(self, query: Tensor, key: Tensor | None = None) -> Tensor:
         """Slots query [..., W] (and key [K], default all S) -> bool [..., W, K]: may the query attend to the key?"""
-        group, noised = self.on(query.device)
-        keys = group if key is None else group[key]
-        if noised is None:
-            return keys <= group[query].unsqueeze(-1)
-        copies = noised if key is None else noised[key]
-        return seen(group[query].unsqueeze(-1), noised[query].unsqueeze(-1), keys, copies)
+        codes = self.codes(query.device)
+        return seen(codes[query].unsqueeze(-1), codes if key is None else codes[key])
 
 
-def seen(group: Tensor, noised: Tensor, key_group: Tensor, key_noised: Tensor) -> Tensor:
-    """May a slot of `group` attend to one of `key_group`? Clean slots: to clean ones of no later group. Noised copies:
-    to clean ones of earlier groups, and to noised ones of their own."""
-    clean = ~key_noised & torch.where(noised, key_group < group, key_group <= group)
-    return clean | (key_noised & noised & (key_group == group))
+def seen(query: Tensor, key: Tensor) -> Tensor:
+    """May a slot of code `query` attend to one of code `key`? Clean slots: to clean ones of no later group. Noised
+    copies: to clean ones of earlier groups, and to noised ones of their own."""
+    last = query - 3 * (query & 1)  # a copy in group g has the code 2 g + 1, a clean slot of the group before 2 g - 2
+    return (key == query) | ((key & 1 == 0) & (key <= last))
 
 
 def grid_coords(grid: Grid) -> Tensor:

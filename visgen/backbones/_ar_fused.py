@@ -39,7 +39,7 @@ class FusedAR:
         head_dim = config.width // config.heads
         check_head_dim(head_dim)
         self.rotation = rope_2d(net.coords, head_dim, config.rope_base).contiguous()  # [S, d/2, 2]
-        group, _ = layout.on(device)
+        group = layout.group.to(device)
         self.group, self.reach = group.int(), reach_of(group)
         self.workspace = Workspace(device)
 

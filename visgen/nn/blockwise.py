@@ -59,11 +59,10 @@ class Streams:
         from torch.nn.attention.flex_attention import create_block_mask
 
         layout = self.layout.doubled()
-        group, noised = layout.on(device)
-        assert noised is not None
+        codes = layout.codes(device)
 
         def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return seen(group[query], noised[query], group[key], noised[key])
+            return seen(codes[query], codes[key])
 
         return create_block_mask(allowed, None, None, layout.slots, layout.slots, device=device)
 
