@@ -105,8 +105,8 @@ class Masked(Objective):
         return loss, logs | {"hidden": torch.full((), count / model.tokens, device=tokens.device)}
 
     def held_out(self, model: Any, batch: Batch) -> Logs:
-        """The loss at the middle share and at a tenth, which every image comes to while it is drawn, whether training hides
-        so few or not; with sets, times and noise that are the same at every evaluation."""
+        """The loss at the middle share and at a tenth, which every image comes to while it is drawn, whether training
+        hides so few or not; with sets, times and noise that are the same at every evaluation."""
         tokens = tokens_of(batch, self.frozen).float()
         order = Noise(torch.arange(len(tokens), device=tokens.device)).order(model.tokens)
         losses = []
