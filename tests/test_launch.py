@@ -39,6 +39,8 @@ def test_a_folder_in_the_way_of_a_file_is_seen_at_once(tmp_path: Path) -> None:
     assert writable(tmp_path / "a", "--out", "grid.png") == tmp_path / "a"
     with pytest.raises(UserError, match=r"--out: .*/a/table\.md is a folder, where a file"):
         writable(tmp_path / "a", "--out", "grid.png", "table.md")
+    with pytest.raises(UserError, match=r"--out .*/x\.MP4 is a file's name; give the directory"):
+        writable(tmp_path / "x.MP4", "--out")
 
 
 def test_cpus_are_those_that_this_process_may_use() -> None:

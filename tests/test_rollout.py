@@ -23,6 +23,7 @@ from visgen.metrics.clips import FrameDifferences
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.sampling import SamplingConfig
+from visgen.train.scoring import ScoreConfig, Scoring
 
 SPRITES = {"image_size": 16, "sprite": 8, "frames": 4, "motions": 3, "n": 60, "n_held_out": 60}
 PICTURES = {"kind": "synthetic", "n": 30, "n_held_out": 30, "image_size": 16}
@@ -71,6 +72,14 @@ def test_a_context_changes_what_is_drawn_past_it(run: Path) -> None:
     assert torch.equal(free[:, :4], bound[:, :4]), "all blocks lie within the context"
     with pytest.raises(UserError, match="sampler ar draws no clips block by block"):
         ro.sampler_of(SamplingConfig(), 8, None)
+
+
+def test_image_scores_refuse_clips(run: Path) -> None:
+    generator = visgen.load(str(run), device="cpu")
+    with pytest.raises(UserError, match=r"draws clips of 4 frames, which eval/fvd\.py scores"):
+        ev.check_still(generator, settings())
+    with pytest.raises(UserError, match=r"score\.\*: the model draws clips of 4 frames"):
+        Scoring(ScoreConfig(every=1), None).check(generator.model, generator.tokenizer, "cpu")
 
 
 def test_drift_is_the_distance_of_each_window() -> None:

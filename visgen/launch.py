@@ -70,6 +70,9 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}  # what nobody calls a directory
+
+
 def writable(directory: Path, flag: str, *files: str) -> Path:
     """Makes the directory that `flag` names and tries, before any work, that it can be written.
 
@@ -77,8 +80,10 @@ def writable(directory: Path, flag: str, *files: str) -> Path:
         files: what will be written there at the end; a folder of such a name is in its way.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot, or it is called like a picture or a clip.
     """
+    if directory.suffix.lower() in MEDIA and not directory.is_dir():
+        raise UserError(f"{flag} {directory} is a file's name; give the directory in which the files are to lie")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):  # without a name, so that the processes of a launch do not meet

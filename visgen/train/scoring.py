@@ -110,6 +110,7 @@ class Scoring:
         generator, settings = self.drawing(model, tokenizer, EngineConfig("eager", device, "fp32", 1))
         try:
             generator.check_sampling(settings)
+            ev.check_still(generator, settings)
         except UserError as error:
             raise UserError(f"score.*: {error}") from None
 
