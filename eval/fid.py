@@ -147,8 +147,7 @@ def prepare(settings: FidConfig) -> Inputs:
     if generator:
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
         if "generated" in settings.rows:
-            ev.check_still(generator, settings)
-            generator.check_sampling(settings)
+            ev.check_images(generator, settings)
         if "marginals" in settings.rows:
             ev.check_marginals(generator.tokenizer)
     if train is None and set(settings.rows) - {"generated"}:

@@ -132,8 +132,7 @@ def check(cell: Cell, generators: Generators, held_out: Data) -> None:
     try:
         generator = generators.get(cell.settings)
         ev.check_match(held_out, generator.tokenizer, generator.class_count)
-        ev.check_still(generator, cell.settings)
-        generator.check_sampling(cell.settings)
+        ev.check_images(generator, cell.settings)
     except UserError as error:
         raise UserError(f"row '{cell.name}': {error}") from None
 

@@ -77,7 +77,7 @@ def test_a_context_changes_what_is_drawn_past_it(run: Path) -> None:
 def test_image_scores_refuse_clips(run: Path) -> None:
     generator = visgen.load(str(run), device="cpu")
     with pytest.raises(UserError, match=r"draws clips of 4 frames, which eval/fvd\.py scores"):
-        ev.check_still(generator, settings())
+        ev.check_images(generator, settings())
     with pytest.raises(UserError, match=r"score\.\*: the model draws clips of 4 frames"):
         Scoring(ScoreConfig(every=1), None).check(generator.model, generator.tokenizer, "cpu")
 

@@ -175,13 +175,15 @@ def generated(
         yield images.pixels, rows.index[part]
 
 
-def check_still(generator: Generator, settings: SamplingConfig) -> None:
-    """Raises `UserError` where clips would be drawn, of which image scores see nothing but the first frames."""
+def check_images(generator: Generator, settings: SamplingConfig) -> None:
+    """Raises `UserError` where the settings do not fit the model, or would draw clips, of which image scores see their
+    first frames alone."""
     drawn = generator.frames(settings.sampler)
     if drawn > 1:
         raise UserError(
             f"the model draws clips of {drawn} frames, which eval/fvd.py scores; here their first frames were all"
         )
+    generator.check_sampling(settings)
 
 
 def pictures(data: Data, chosen: Sequence[int], world: World | None = None, batch: int = 256) -> Rows:

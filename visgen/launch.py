@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import os
 import tempfile
 from collections.abc import Callable
@@ -70,9 +71,6 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}  # what nobody calls a directory
-
-
 def writable(directory: Path, flag: str, *files: str) -> Path:
     """Makes the directory that `flag` names and tries, before any work, that it can be written.
 
@@ -82,7 +80,8 @@ def writable(directory: Path, flag: str, *files: str) -> Path:
     Raises:
         UserError: it cannot, or it is called like a picture or a clip.
     """
-    if directory.suffix.lower() in MEDIA and not directory.is_dir():
+    kind = mimetypes.guess_type(directory.name.lower(), strict=False)[0] or ""
+    if kind.startswith(("image/", "video/")) and not directory.is_dir():
         raise UserError(f"{flag} {directory} is a file's name; give the directory in which the files are to lie")
     try:
         directory.mkdir(parents=True, exist_ok=True)

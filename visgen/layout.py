@@ -36,7 +36,7 @@ class Layout:
     block: int = 1
     grid: Grid = (0, 0, 0)
     noised: Tensor | None = None
-    _codes: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ranks: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def slots(self) -> int:
@@ -100,24 +100,24 @@ class Layout:
         group = torch.cat([torch.arange(-prefix, 0), self.group])
         return Layout(coords, group, prefix, self.block, self.grid)
 
-    def codes(self, device: torch.device) -> Tensor:
+    def ranks(self, device: torch.device) -> Tensor:
         """[S] int32: 2 group, and 1 more where the slot holds a noised copy, for `seen`. Copied there once: a step that
         is being captured may not copy from the host."""
-        if device not in self._codes:
+        if device not in self._ranks:
             copies = 0 if self.noised is None else self.noised
-            self._codes[device] = (2 * self.group + copies).int().to(device)
-        return self._codes[device]
+            self._ranks[device] = (2 * self.group + copies).int().to(device)
+        return self._ranks[device]
 
     def visible(self, query: Tensor, key: Tensor | None = None) -> Tensor:
         """Slots query [..., W] (and key [K], default all S) -> bool [..., W, K]: may the query attend to the key?"""
-        codes = self.codes(query.device)
-        return seen(codes[query].unsqueeze(-1), codes if key is None else codes[key])
+        ranks = self.ranks(query.device)
+        return seen(ranks[query].unsqueeze(-1), ranks if key is None else ranks[key])
 
 
 def seen(query: Tensor, key: Tensor) -> Tensor:
-    """May a slot of code `query` attend to one of code `key`? Clean slots: to clean ones of no later group. Noised
+    """May a slot of rank `query` attend to one of rank `key`? Clean slots: to clean ones of no later group. Noised
     copies: to clean ones of earlier groups, and to noised ones of their own."""
-    last = query - 3 * (query & 1)  # a copy in group g has the code 2 g + 1, a clean slot of the group before 2 g - 2
+    last = query - 3 * (query & 1)  # a copy in group g has rank 2 g + 1, a clean slot of the group before 2 g - 2
     return (key == query) | ((key & 1 == 0) & (key <= last))
 
 

@@ -59,10 +59,10 @@ class Streams:
         from torch.nn.attention.flex_attention import create_block_mask
 
         layout = self.layout.doubled()
-        codes = layout.codes(device)
+        ranks = layout.ranks(device)
 
         def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return seen(codes[query], codes[key])
+            return seen(ranks[query], ranks[key])
 
         return create_block_mask(allowed, None, None, layout.slots, layout.slots, device=device)
 

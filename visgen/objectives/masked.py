@@ -54,8 +54,8 @@ class Config:
         model: backbone, condition, head, grid and channels.
         tokenizer: run directory or safetensors file of a continuous tokenizer. Needed when the data are pixels (they
             are encoded on the fly) and for previews; kept beside the run.
-        least: the least share of tokens that is hidden; the greatest is 1. Published: 0.7, after which small models do
-            worse the more is known beyond it (`held_out/loss_tenth`).
+        least: the least share of tokens that is hidden; the greatest is 1. Published: 0.7; small models then do worse
+            where more is known (`held_out/loss_tenth`).
         spread: standard deviation of the normal law around 1 that the share follows between the two.
         preview: images for the logger.
     """

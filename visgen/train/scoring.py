@@ -109,8 +109,7 @@ class Scoring:
         """Refuses a way of drawing that does not fit the model."""
         generator, settings = self.drawing(model, tokenizer, EngineConfig("eager", device, "fp32", 1))
         try:
-            generator.check_sampling(settings)
-            ev.check_still(generator, settings)
+            ev.check_images(generator, settings)
         except UserError as error:
             raise UserError(f"score.*: {error}") from None
 
