@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from visgen.checks import UserError
 from visgen.nn.cache import KVCache
 from visgen.nn.dropout import Dropout
-from visgen.nn.rope import rotate
+from visgen.nn.heads import split_heads
 
 
 class Attention(nn.Module):
@@ -36,8 +36,7 @@ class Attention(nn.Module):
         layer: int = 0,
     ) -> Tensor:
         sizes = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2).split(sizes, dim=1)
-        q, k = rotate(q, rotation), rotate(k, rotation)  # [B, H, W, d]
+        q, k, v = split_heads(self.wqkv(x), rotation, sizes)  # [B, H, W, d]
         if cache is not None:
             assert pos is not None
             k, v = cache.update(layer, k, v, pos)
