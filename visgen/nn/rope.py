@@ -31,7 +31,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation.unsqueeze(1).unbind(-1)  # [B, 1, W, d/2]
     across = torch.stack([-sin, sin], dim=-1)
     turned = pairs * cos.unsqueeze(-1) + pairs.flip(-1) * across  # (a cos - b sin, b cos + a sin), each read in a row
-    return turned.flatten(-2).to(x.dtype)
+    turned = turned.flatten(-2)
+    return turned if x.dtype == turned.dtype else turned.to(x.dtype)  # torch 2.11: see `nn.heads`
 
 
 def check_head_dim(head_dim: int) -> None:
