@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 def build_set(config: BuildConfig, roots: dict[str, Path]) -> None:
     """Writes the sheets and the index; `roots` maps package names to unpacked packages."""
-    rows, concepts, held_out = read_labels(roots[LABELS.name] / "emoji.json")
+    rows, held_out = read_labels(roots[LABELS.name] / "emoji.json")
     files = {}
     for style in (name for name in PACKAGES if name in config.styles):
         known = {code for row in rows for code in row["codes"] if not (style == "fluent" and row["withheld"])}
@@ -101,7 +101,6 @@ def build_set(config: BuildConfig, roots: dict[str, Path]) -> None:
         "size": config.size,
         "labels": f"{LABELS}, MIT",
         "subcategories": subcategories,
-        "concepts": concepts,
         "held_out": held_out,
         "emoji": [_row(row, subcategories) for row in rows],
         "styles": styles,

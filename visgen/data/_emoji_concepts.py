@@ -114,8 +114,8 @@ DROPPED = re.compile(
 )
 
 
-def read_labels(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]:
-    """Rows, concepts and the positions of the held-out concepts.
+def read_labels(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Rows, and the positions of the held-out concepts.
 
     A row is an emoji with its skin tones: name, category, subcategory, concept, codes, whether Fluent's is withheld.
     Rows are sorted by concept; the first of a concept is its base, of neutral gender where there is one.
@@ -146,7 +146,7 @@ def read_labels(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]
     strata = [(found[key][0]["category"], found[key][0]["withheld"]) for key in concepts]
     sizes = [sum(len(row["codes"]) for row in found[key]) for key in concepts]
     held_out = held_out_concepts(zip(concepts, strata, sizes, strict=True))
-    return [row for key in concepts for row in found[key]], concepts, held_out
+    return [row for key in concepts for row in found[key]], held_out
 
 
 def normalise(code: str) -> str:
