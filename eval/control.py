@@ -142,7 +142,7 @@ def images_of(generator: Generator, of: cs.ControlSet, settings: ControlEvalConf
     seconds = time.perf_counter() - start
     rows["shuffled"] = rows["generated"]
     rows["upper_bound"] = cs.upper_bound(generator.tokenizer, of, settings.engine.batch)
-    if generator.model.config.control is not None and settings.guidance.control is None:
+    if not generator.needs_map and settings.guidance.control is None:
         with Progress("uncontrolled") as step:
             rows["uncontrolled"] = cs.drawn(generator, of, settings, *given, controlled=False, on_step=step)
     return rows, seconds

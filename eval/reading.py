@@ -25,7 +25,7 @@ from visgen.data import Data, codes
 from visgen.launch import Progress, cpus, writable
 from visgen.metrics.report import environment
 from visgen.metrics.timing import Stopwatch
-from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
+from visgen.train.order import MicroBatches, Order, micro_batches
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,16 @@ def main() -> None:
         chosen = plugin_config("visgen.data", "codes", root=out / "random_codes")
     if settings.photos:
         weight = write_photos(out / "photos", settings.photos)
-        chosen = plugin_config("visgen.data", "folder", root=out / "photos", image_size=256)
+        chosen = plugin_config(
+            "visgen.data",
+            "folder",
+            root=out / "photos",
+            image_size=256,
+            on_error=getattr(chosen, "on_error", "stop"),
+        )
     data = configs.build(chosen, "train")
-    check_batch(len(data), settings.batch, 1, 1)
+    if len(data) < settings.batch:
+        raise UserError(f"the data has {len(data)} samples, fewer than --batch {settings.batch}; lower it or add data")
     found = measure(data, settings, min(settings.workers, cpus()), weight)
     facts = {"data": configs.dump(chosen), "command": shlex.join(["python", *sys.argv]), **environment()}
     (out / "reading.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1, default=str) + "\n")

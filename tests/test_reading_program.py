@@ -56,7 +56,7 @@ def test_any_data_set_is_read_as_often_as_said(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--data.kind", "synthetic", "--data.n", "12"), "fewer than loop.batch"),
+        (("--data.kind", "synthetic", "--data.n", "12"), "fewer than --batch"),
         (("--data.root", "nowhere"), "nowhere"),
         (("--batch", "0"), "batch"),
         (("--photos", "9", "--codes", "9"), "--photos and --codes are one data set each"),

@@ -127,7 +127,9 @@ def load_model(path: Path | str, base: Path | str | None = None, **expect: Any) 
         return _joined(weights, base)
     if base is not None:
         raise UserError(f"{weights} is a whole model, which has no base; leave --base out")
-    return load_module(weights, MODEL, expect)  # type: ignore[return-value]
+    model: Model = load_module(weights, MODEL, expect)  # type: ignore[assignment]
+    model.teacher = read_metadata(weights).get("teacher", "")
+    return model
 
 
 def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model]:

@@ -52,6 +52,12 @@ class Conditioned:
         )
 
     @property
+    def needs_map(self) -> bool:
+        """Whether it draws under a control map alone."""
+        model = self.model
+        return model.controls is not None and (model.config.control is None or model.backbone.taught is not None)
+
+    @property
     def class_count(self) -> int:
         """Raises `UserError` for a model of another condition than class labels."""
         self.check_asked("label")
@@ -165,8 +171,10 @@ class Conditioned:
             raise UserError(
                 "this model was trained without control; leave it out, or load one that was trained with it"
             )
-        if not hints and self.model.config.control is None and self.model.controls is not None:
-            raise UserError("this model reads a control map as its prefix; give it one")
+        if not hints and self.needs_map:
+            student = self.model.backbone.taught is not None
+            why = "is a student that learned nothing without a map" if student else "reads a control map as its prefix"
+            raise UserError(f"this model {why}; give it one, as by --control.image")
         for hint in hints:
             _check_hint(hint, count, math.prod(grid))
         return hints

@@ -50,6 +50,7 @@ class Model(nn.Module):
     condition: Condition
     head: Head
     control: ConditionalDecoding | None
+    teacher: str = ""  # of a student read from a file, the hash of the weights that it learned from
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

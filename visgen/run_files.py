@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,20 @@ def publish(final: Path) -> None:
         _remove(final)
     os.replace(temporary, final)
     _flush(final.parent)
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of the files in `folder`, by their paths below it."""
+    return {str(path.relative_to(folder)): crc32(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def crc32(path: Path) -> int:
+    """Of the bytes of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            value = zlib.crc32(part, value)
+    return value
 
 
 def _flush(path: Path) -> None:

@@ -219,5 +219,7 @@ def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
     """What made an image, for its metadata and for reports."""
     kept = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
     precision = str(generator.dtype).removeprefix("torch.")
+    if generator.model.backbone.taught is not None:  # what a student has learned, whatever is left out
+        kept |= zip(("guidance", "warp"), map(configs.dump, generator.model.backbone.taught), strict=True)
     kept["engine"] |= {"kind": generator.engine_kind, "device": generator.device.type, "precision": precision}
     return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}

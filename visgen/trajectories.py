@@ -76,13 +76,16 @@ def write(config: Config) -> Path:
     classes = getattr(teacher.model.config.condition, "classes", None)
     if classes is None:
         raise UserError(f"teacher {config.teacher} is not conditioned on labels; its pairs are made while training")
+    first = FIRST_SEED[config.split] if config.first_seed is None else config.first_seed
+    if first + config.pairs > 1 << 63:
+        raise UserError(f"first_seed {first} leaves no seeds for {config.pairs} pairs below 2^63; lower it")
     device, dtype = config.engine.resolve()
     names = read_metadata(find_step(config.teacher or "") / WEIGHTS).get("classes", "[]")
     index = pairs.Index(
         split=config.split,
         pairs=config.pairs,
         shard_pairs=config.shard,
-        first_seed=FIRST_SEED[config.split] if config.first_seed is None else config.first_seed,
+        first_seed=first,
         classes=_names(names, classes),
         image_size=list(teacher.tokenizer.image_size),
         grid=list(teacher.model.grid),

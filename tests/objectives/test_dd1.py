@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ from visgen.exactness import TableEngine
 from visgen.model import Model, ModelConfig
 from visgen.nn.mixture import scale_of
 from visgen.objectives.dd1 import DD1, Config, StudentNet, inputs
+from visgen.sample import describe
 from visgen.samplers._teacher import codes_of, make_pairs, noise_of
 from visgen.samplers.one_step import Config as SamplerConfig
 from visgen.samplers.one_step import OneStep
-from visgen.sampling import EngineConfig
+from visgen.sampling import EngineConfig, SamplingConfig
 from visgen.train.main import train
 
 BACKBONE = {"layers": 2, "heads": 4, "width": 32, "mlp_multiple_of": 16, "channels": 3}
@@ -189,6 +191,20 @@ def test_writing_goes_on_after_the_last_whole_shard(teacher_dir: Path, tmp_path:
         build(pairs.Config(tmp_path / "nowhere"), "train")
 
 
+def test_tokens_that_are_no_codes_are_refused(teacher_dir: Path, tmp_path: Path) -> None:
+    data = written(teacher_dir, tmp_path)
+    path = pairs.shard_path(data.folder, 1)
+    good = np.load(path)
+    bad = good.copy()
+    bad[-1, 3] = 16
+    for tokens, said in ((bad, "it holds token 16, codes are 0 to 15"), (good.astype(np.float64), "it holds float64")):
+        np.save(path, tokens)
+        with pytest.raises(UserError, match=f"tokens_00001.npy is damaged: {said}"):
+            build(pairs.Config(tmp_path), "train")
+    with pytest.raises(UserError, match="leaves no seeds for 20 pairs"):
+        written(teacher_dir, tmp_path / "late", first_seed=(1 << 63) - 2)
+
+
 def test_pairs_of_other_settings_are_refused(teacher_dir: Path, twenty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data: Any = build(pairs.Config(twenty), "train")
     assert ready(teacher_dir, data).frozen.keys() == {"tokenizer"}
@@ -289,6 +305,10 @@ def test_a_student_from_its_teacher_to_images(teacher_dir: Path, tmp_path: Path)
     assert torch.equal(generator.sample([1], seeds=[7]).tokens[0], images.tokens[2])
     helped = plugin_config("visgen.samplers", "one_step", passes=2, teacher=teacher_dir, first=3)
     assert generator.sample([1], seeds=[7], sampler=helped).nfe_per_image == [5]
+    told = describe(SamplingConfig(), generator)
+    assert told["guidance"]["scale"] == 1.5 and told["warp"]["top_k"] == 9, "what was learned"
+    wide = generator.sample([1], seeds=[7], sampler=helped, size=(8, 16))
+    assert wide.pixels.shape == (1, 3, 8, 16) and wide.nfe_per_image == [5]
     facts = checkpoint.read_metadata(run_files.find_step(tmp_path / "run") / run_files.WEIGHTS)
     assert facts["teacher"] == checkpoint.weights_hash(checkpoint.load_model(teacher_dir))
     assert json.loads(facts["classes"]) == ["a", "b", "c"]

@@ -355,7 +355,12 @@ def test_what_does_not_fit_is_refused(teacher_dir: Path, tuned: Path, tmp_path: 
     with torch.device("meta"), pytest.raises(UserError, match=r"trains a model that reads code vectors"):
         DD2Teacher(dd2_teacher.Config(model=ModelConfig()))
     objective = tuning(teacher_dir)
-    objective.facts = {**objective.facts, "teacher": "0" * 64}
+    kept = objective.facts
+    objective.facts = {**kept, "objective": "dd2"}
+    save(tmp_path / "second", objective)
+    with pytest.raises(UserError, match=r"was trained by objective dd2; pass a run of objective dd2_tuning"):
+        ready(teacher_dir, tmp_path / "second")
+    objective.facts = {**kept, "teacher": "0" * 64}
     save(tmp_path, objective)
     with pytest.raises(UserError, match=r"learned from teacher 000000000000, objective.teacher is"):
         ready(teacher_dir, tmp_path)

@@ -224,6 +224,8 @@ def test_what_it_cannot_do_is_refused(
         decode(make_masked(predicts="velocity"), solver="ancestral")
     with pytest.raises(UserError, match=r"sampler\.temperature 0\.9 scales the noise of ancestral steps"):
         decode(make_masked(), solver="euler", temperature=0.9)
+    with pytest.raises(UserError, match=r"last_steps 6 is more than sampler\.steps 5"):
+        decode(make_masked(), steps=5, last_steps=6)
     engine = Engine(make_masked())
     engine.begin({"label": LABELS})
     with pytest.raises(UserError, match=r"sampler blockwise is not for this model's backbone; use .* masked"):

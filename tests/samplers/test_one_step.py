@@ -243,6 +243,8 @@ def test_a_random_span_is_the_draw_of_ar(make_student: Make, teacher_dir: Path) 
         (Config(2, Path("x"), 6), {"second": 6}, "sampler.first is 6, but .* set it below 6"),
         (Config(2, Path("nowhere")), {"second": 6}, "sampler.teacher: checkpoint nowhere does not exist"),
         (Config(split=3), {}, "sampler.split reads a second output"),
+        (Config(first=8), {}, "sampler.first and sampler.draw are about sampler.teacher"),
+        (Config(draw="random"), {}, "sampler.first and sampler.draw are about sampler.teacher"),
     ],
 )
 def test_what_a_student_cannot_do_is_refused(make_student: Make, config: Config, student: Any, said: str) -> None:
@@ -255,6 +257,9 @@ def test_another_teacher_is_refused(make_student: Make, teacher_dir: Path) -> No
     engine = Engine(student, tokenizer="0123456789ab")
     with pytest.raises(UserError, match=r"its tokenizer is .* pass the teacher that the student learned from"):
         passes(engine, Config(2, teacher_dir))
+    student.teacher = "0123456789abcdef"
+    with pytest.raises(UserError, match=r"its hash is .{12}, the student's is 0123456789ab; pass the teacher"):
+        passes(Engine(student), Config(2, teacher_dir))
     with pytest.raises(UserError, match="its classes is 3, the student's is 4"):
         passes(Engine(student_of(make_student, teacher_dir, second=6, classes=4)), Config(2, teacher_dir))
 

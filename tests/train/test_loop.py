@@ -404,6 +404,43 @@ def test_a_truncated_newest_step_falls_back_to_the_one_before(whole, tmp_path, c
     assert same(state_of(whole / "step_0000006"), state_of(run / "step_0000006"))
 
 
+def test_zeros_in_a_state_that_can_be_read_are_found(whole, tmp_path, capsys):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    path = run / "step_0000004" / "state" / "model.safetensors"
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.seek(size - 64)
+        file.write(bytes(64))
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+    assert "state/model.safetensors has other bytes than were written" in capsys.readouterr().err
+
+
+def test_data_of_another_size_are_named(whole, tmp_path, capsys):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    path = run / "step_0000004" / "meta.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "data_samples": 99}))
+    train(run, *NOISY)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"warning: the data had 99 samples at step 4, now {facts['data_samples']}" in said
+
+
+def test_an_export_of_other_bytes_is_written_again(whole, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
+    path = sorted(run.glob("step_*"))[-1] / "model.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:-64] + bytes(64))
+    train(run, *NOISY)
+    assert path.read_bytes() == good and "written again" in capsys.readouterr().err
+
+
+def test_metrics_that_are_no_text_end_there(whole, tmp_path):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\x94\xff{}\n")
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+
+
 def test_a_newest_step_without_its_state_falls_back_too(whole, tmp_path, capsys):
     run = damaged(whole, tmp_path, "meta.json", 1)
     shutil.rmtree(run / "step_0000004" / "state")
@@ -434,7 +471,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(whole, tmp_path, monkeypatch):
 def test_a_truncated_only_step(whole, tmp_path):
     run = damaged(whole, tmp_path, "meta.json", 0.5)
     shutil.rmtree(run / "step_0000002")
-    with pytest.raises(UserError, match="remove it to start anew, for there is no older one"):
+    with pytest.raises(UserError, match="remove step_0000004 to start anew, for there is no other"):
         train(run, *NOISY)
 
 
@@ -445,6 +482,9 @@ def test_a_run_without_its_config(whole, tmp_path):
         train(run, *NOISY)
     said = str(found.value)
     assert f"run directory {run} holds checkpoints but no config.yaml" in said and f"--loop.resume {run}" in said
+    (run / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=r"config\.yaml is empty; put it back"):
+        train(run, *NOISY)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"], ["--loop.steps", "3"]])

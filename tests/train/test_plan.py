@@ -35,8 +35,22 @@ def test_the_document_has_what_the_program_prints(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in text
 
 
-@pytest.mark.parametrize(("words", "said"), [([], "give the YAMLs"), (["configs/debug/vq.yaml"], "no formula")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give the YAMLs"),
+        (["configs/debug/vq.yaml"], "no formula"),
+        (["configs/debug/next_token.yaml", "--mfu", "1.5"], "mfu"),
+        (["configs/accelerate/gpu8.yaml"], "gpu8.yaml: .*compute_environment"),
+    ],
+)
 def test_refusals(monkeypatch, words, said):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=said):
         plan.main(words)
+
+
+def test_help_needs_no_yaml(capsys):
+    with pytest.raises(SystemExit) as found:
+        plan.main(["--help"])
+    assert found.value.code == 0 and "--mfu" in capsys.readouterr().out

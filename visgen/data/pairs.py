@@ -85,6 +85,8 @@ class Pairs(Data):
         self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
         self.labels = self.index.labels(range(self.index.pairs))
         self._shards = self._open()
+        for number, tokens in enumerate(self._shards):
+            check_tokens(self.folder, self.index, number, tokens)
 
     def __len__(self) -> int:
         return self.index.pairs
@@ -153,6 +155,16 @@ def read_shard(folder: Path, index: Index, number: int) -> np.ndarray:
     if tokens.shape != wanted:
         raise UserError(f"{path} holds {tokens.shape}, its index says {wanted}; delete it, then {_REMEDY}")
     return tokens
+
+
+def check_tokens(folder: Path, index: Index, number: int, tokens: np.ndarray) -> None:
+    """Raises `UserError` where the tokens of a shard, which are all read, are no ids of codes."""
+    if tokens.dtype.kind != "u" or tokens.max(initial=0) >= index.vocab:
+        found = tokens.dtype if tokens.dtype.kind != "u" else f"token {tokens.max()}"
+        raise UserError(
+            f"{shard_path(folder, number)} is damaged: it holds {found}, codes are 0 to {index.vocab - 1}; delete it, "
+            f"then {_REMEDY}"
+        )
 
 
 def write_shard(folder: Path, index: Index, number: int, tokens: np.ndarray) -> None:

@@ -276,9 +276,11 @@ def check_start(path: Path | None, model: Any, teacher: Teacher, kind: str) -> M
         raise UserError(f"objective.start is needed: the run directory of a training by objective {kind}")
     try:
         found = load_model(path)
-        before = read_metadata(find_step(path) / WEIGHTS).get("teacher", "")
+        made = read_metadata(find_step(path) / WEIGHTS).get("objective", kind)
     except UserError as error:
         raise UserError(f"objective.start: {error}") from None
+    if made != kind:
+        raise UserError(f"objective.start {path} was trained by objective {made}; pass a run of objective {kind}")
     its, mine = ({**configs.flat(configs.dump(m.config)), "backbone.start": 0} for m in (found, model))
     different = [key for key in {*its, *mine} if its.get(key) != mine.get(key)]
     if different:
@@ -287,9 +289,9 @@ def check_start(path: Path | None, model: Any, teacher: Teacher, kind: str) -> M
             f"objective.start {path}: its {key} is {its.get(key)}, objective.model has {mine.get(key)}; all stages "
             "have the same model, guidance and filters, so set it to the former"
         )
-    if before != teacher.hash:
+    if found.teacher != teacher.hash:
         raise UserError(
-            f"objective.start {path} learned from teacher {before[:12] or 'unknown'}, objective.teacher is "
+            f"objective.start {path} learned from teacher {found.teacher[:12] or 'unknown'}, objective.teacher is "
             f"{teacher.hash[:12]}; pass the one that it learned from"
         )
     return found

@@ -59,7 +59,8 @@ def read_teacher(path: Path | None, guidance: Guidance, where: str) -> Teacher:
         raise UserError(f"{where}: {error}") from None
     if model.continuous or model.backbone.taught is not None:
         kind = kind_of(model.config.backbone)
-        raise UserError(f"{where} {path} is a model of kind {kind}; a teacher draws codes one by one, as ar does")
+        what = "draws vectors" if model.continuous else "is a student itself"
+        raise UserError(f"{where} {path}, of kind {kind}, {what}; a teacher draws codes one by one, as ar does")
     if guidance.branches > 1 and getattr(model.config.condition, "dropout", 0) == 0:
         raise UserError(f"{where} {path} was trained without a null class; set the student's guidance.scale to 1")
     model.check_tokenizer(tokenizer, f"{where} {path}")

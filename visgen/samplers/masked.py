@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from visgen.checks import Positive, Range, Shift, Steps, Temperature
+from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.noise import Noise
 from visgen.nn.ancestral import Walk, Walker
@@ -170,6 +171,11 @@ class Masked(Sampler):
         config, total = self.config, engine.tokens
         engine.check_sampler("masked")
         final = config.steps if config.last_steps is None else config.last_steps
+        if final > config.steps:
+            raise UserError(
+                f"sampler.last_steps {final} is more than sampler.steps {config.steps}, from which the number falls; "
+                "lower it"
+            )
         counts = reveals(total, config.iterations)
         known = [sum(counts[:k]) / total for k in range(len(counts))]
         return walks_of(

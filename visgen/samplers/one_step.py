@@ -165,6 +165,8 @@ class OneStep(Sampler):
         if config.passes == 2 and not second:
             raise UserError("sampler.passes 2: this student was trained for one pass alone; set it to 1")
         end = second if config.passes == 2 else engine.tokens
+        if config.teacher is None and (config.first or config.draw != "map"):
+            raise UserError("sampler.first and sampler.draw are about sampler.teacher; give it, or leave them out")
         if config.teacher is not None and config.first >= end:
             raise UserError(
                 f"sampler.first is {config.first}, but sampler.teacher draws tokens before {end}; set it below {end}"
@@ -182,13 +184,15 @@ def _helper(path: Path | None, engine: Engine) -> tuple[Engine, Tensor]:
     """An engine of the teacher, by the settings that the student has learned, and the codes of the map.
 
     Raises:
-        UserError: no teacher, or one of other tokens or another condition.
+        UserError: no teacher, another than the student's, or one of other tokens or another condition.
     """
     guidance, warp = engine.model.backbone.taught
     teacher = read_teacher(path, guidance, "sampler.teacher")
     its, mine = teacher.model.config, engine.model.config
-    given = {
-        "grid": (tuple(its.grid), tuple(mine.grid)),
+    learned = engine.model.teacher
+    given: dict[str, tuple[Any, Any]] = {
+        "hash": (teacher.hash[:12], learned[:12] or teacher.hash[:12]),
+        "grid": (tuple(its.grid), tuple(its.grid if learned else mine.grid)),  # a known student may draw other sizes
         "vocab": (its.vocab, mine.vocab),
         "tokenizer": (teacher.tokenizer_hash[:12], engine.tokenizer or teacher.tokenizer_hash[:12]),
         "classes": (getattr(its.condition, "classes", None), getattr(mine.condition, "classes", None)),
@@ -199,6 +203,6 @@ def _helper(path: Path | None, engine: Engine) -> tuple[Engine, Tensor]:
                 f"sampler.teacher {path}: its {name} is {one}, the student's is {other}; pass the teacher that the "
                 "student learned from"
             )
-    model = teacher.model.to(engine.device, engine.dtype).eval()
+    model = teacher.model.at(engine.model.grid).to(engine.device, engine.dtype).eval()
     codes = codes_of(teacher.tokenizer.to(engine.device))
     return type(engine)(model, guidance, warp), codes

@@ -111,7 +111,7 @@ class Log:
         self.console = Console(stderr=True)
         if not main:
             return
-        self.file = open(run / "metrics.jsonl", "a+")  # noqa: SIM115
+        self.file = open(run / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115
         _drop_after(self.file, start)
         if config.wandb:
             self.wandb, line = start_wandb(config, run, values)
@@ -241,7 +241,7 @@ def _drop_after(file: Any, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except json.JSONDecodeError:  # the last line of a killed process
+        except (ValueError, KeyError, TypeError):  # the last line of a killed process, or damaged
             break
     file.seek(0)
     file.truncate()

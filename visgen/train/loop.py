@@ -78,12 +78,18 @@ def fit(
         objective.check_preview()
     data = objective.reading(data)
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
+    state.data_samples = len(data)
     if scoring is not None:
         scoring.prepare(objective, accelerator)
-    start, warning, mended, in_place = 0, "", "", False
+    start, warning, mended, other, in_place = 0, "", "", "", False
     if resume is not None:
         in_place = resume.parent.resolve() == run.resolve()
         start, resume, warning = restore(state, resume, fall_back=in_place)
+        before = run_files.read_meta(resume).get("data_samples") or len(data)
+        if before != len(data):
+            other = (
+                f"warning: the data had {before:,} samples at step {start}, now {len(data):,}: their order is another"
+            )
     if accelerator.is_main_process:
         run_files.clean(run)
         state.tokenizer = keep_tokenizer(objective, data, run, resume)
@@ -93,7 +99,7 @@ def fit(
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
-            for line in filter(None, (warning, mended)):
+            for line in filter(None, (warning, mended, other)):
                 out.say(line)
         if start >= loop.steps:
             out.say(

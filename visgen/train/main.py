@@ -208,7 +208,12 @@ def compare_config(config: TrainConfig, run: Path) -> None:
             f"run directory {run} holds checkpoints but no config.yaml to compare this config with; put it back, or "
             f"start from its weights with --loop.resume {run} in another loop.out"
         )
-    old = configs.flat(configs.dump(configs.load(TrainConfig, values=configs.read_yaml(path))))
+    values = configs.read_yaml(path)
+    if not values:
+        raise UserError(
+            f"{path} is empty; put it back, or start from its weights with --loop.resume {run} in another loop.out"
+        )
+    old = configs.flat(configs.dump(configs.load(TrainConfig, values=values)))
     new = configs.flat(configs.dump(config))
     if old["objective.kind"] != new["objective.kind"]:
         raise UserError(

@@ -45,7 +45,7 @@ class PlanConfig:
     """
 
     gpus: Annotated[tuple[Positive, ...], Range(1)] = (8, 32, 256)
-    mfu: Scale = 0.4
+    mfu: Annotated[float, Range(0, 1, "(]")] = 0.4
     peak_tflops: Scale = 989.0
     node: Positive = 8
     link: Scale = 450.0
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         UserError: no YAML, or settings that do not fit.
     """
     files = [word for word in argv if word.endswith((".yaml", ".yml"))]
-    if not files:
+    if not files and not {"-h", "--help"} & set(argv):
         raise UserError("give the YAMLs of trainings, such as configs/imagenet256/ar_l.yaml")
     settings = configs.load(PlanConfig, [w for w in argv if w not in files], prog="python -m visgen.train.plan")
     print(table([Path(name) for name in files], settings))
@@ -76,7 +76,10 @@ def table(files: Sequence[Path], settings: PlanConfig) -> str:
 
 
 def _row(path: Path, settings: PlanConfig) -> list[str]:
-    config = configs.load(TrainConfig, [str(path)], prog="python -m visgen.train.plan")
+    try:
+        config = configs.load(TrainConfig, [str(path)], prog="python -m visgen.train.plan")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     objective = rehearse(config.objective)
     weights, work, loop = sum(parameters(objective).values()), operations(objective), config.loop
     if work is None:

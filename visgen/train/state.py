@@ -124,6 +124,7 @@ class State:
     settings: dict[str, OptimConfig]
     ema: Ema
     tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
+    data_samples: int = 0
     meter: Meter = field(default_factory=Meter)
     finite: Finite = field(default_factory=Finite)
     best: Best = field(default_factory=Best)
@@ -150,9 +151,11 @@ def save(state: State, step: int) -> None:
                 **state.best.to_dict(),
                 "samples": step * state.loop.batch,
                 "processes": accelerator.num_processes,
+                "data_samples": state.data_samples,
                 "torch": torch.__version__,
                 "accelerate": accelerate.__version__,
                 "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "crc32": run_files.checksums(temporary),
             }
             (temporary / run_files.META).write_text(json.dumps(facts, indent=1) + "\n")
             run_files.publish(final)
@@ -240,9 +243,11 @@ def mend_export(state: State, path: Path, step: int) -> str:
     Returns:
         What was done, in one line; "" for nothing.
     """
+    weights = path / run_files.WEIGHTS
     try:
-        checkpoint.read_metadata(path / run_files.WEIGHTS)
-        whole = True
+        checkpoint.read_metadata(weights)
+        wanted = run_files.read_meta(path).get("crc32", {}).get(run_files.WEIGHTS)
+        whole = wanted is None or run_files.crc32(weights) == wanted
     except UserError:
         whole = False
     if all_true(state.accelerator, whole):
@@ -250,7 +255,7 @@ def mend_export(state: State, path: Path, step: int) -> str:
     average = state.ema.whole()
     if state.accelerator.is_main_process:
         export(state, average, path, step)
-    return f"{path / run_files.WEIGHTS} was damaged or missing: written again from the state of its step"
+    return f"{weights} was damaged or missing: written again from the state of its step"
 
 
 def _about(state: State, step: int) -> dict[str, Any]:
@@ -288,7 +293,8 @@ def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
         first, refused = first or error or Damaged(f"{path} cannot be read by another process"), [*refused, path]
     else:
         assert first is not None
-        raise UserError(f"{first}; if damaged, remove it to start anew, for there is no older one to go on from")
+        names = ", ".join(path.name for path in refused)
+        raise UserError(f"{first}; if damaged, remove {names} to start anew, for there is no other that can be read")
     if not refused:
         return done, path, ""
     if state.accelerator.is_main_process:
@@ -310,6 +316,9 @@ def load(state: State, path: Path) -> int:
         made = facts.get("objective", own)
         if made != own:
             raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
+        for name, wanted in facts.get("crc32", {}).items():
+            if name.startswith(f"{STATE}/") and run_files.crc32(path / name) != wanted:
+                raise ValueError(f"{name} has other bytes than were written")
         read_state(state, path / STATE)
         state.best.restore(path, state.run)
         return int(facts["step"])
