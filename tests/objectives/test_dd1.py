@@ -22,6 +22,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.exactness import TableEngine
+from visgen.generate import Generator
 from visgen.model import Model, ModelConfig
 from visgen.nn.mixture import scale_of
 from visgen.objectives.dd1 import DD1, Config, StudentNet, inputs
@@ -350,6 +351,8 @@ def test_a_controlled_teacher_makes_a_controlled_student(
             engine.begin(given)
             drawn.append(engine.run(OneStep(SamplerConfig()), Noise(seeds)).tokens)
         assert not torch.equal(*drawn)
+    with pytest.raises(UserError, match="is a student that learned nothing without a map; give it one"):
+        Generator(own, checkpoint.load_tokenizer(teacher_run), EngineConfig(device="cpu")).sample([0], [1])
     plain = dataclasses.replace(model, control=None)
     DD1(Config(model=plain, teacher=teacher_run)).setup(data)  # may leave the control out
     other = DD1(Config(model=dataclasses.replace(model, control=small("controls", "hed")), teacher=teacher_run))
