@@ -25,7 +25,7 @@ from visgen.data import Data, codes
 from visgen.launch import Progress, cpus, writable
 from visgen.metrics.report import environment
 from visgen.metrics.timing import Stopwatch
-from visgen.train.order import MicroBatches, Order, micro_batches
+from visgen.train.order import MicroBatches, Order, check_batch, micro_batches
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ def main() -> None:
             on_error=getattr(chosen, "on_error", "stop"),
         )
     data = configs.build(chosen, "train")
-    if len(data) < settings.batch:
-        raise UserError(f"the data has {len(data)} samples, fewer than --batch {settings.batch}; lower it or add data")
+    check_batch(len(data), settings.batch, 1, 1, "--batch")
     found = measure(data, settings, min(settings.workers, cpus()), weight)
     facts = {"data": configs.dump(chosen), "command": shlex.join(["python", *sys.argv]), **environment()}
     (out / "reading.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1, default=str) + "\n")

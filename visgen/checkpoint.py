@@ -123,12 +123,13 @@ def load_model(path: Path | str, base: Path | str | None = None, **expect: Any) 
             default: where it lay when the part was trained, or a run of that name beside the part's.
     """
     weights = _weights(Path(path))
-    if "part" in read_metadata(weights):
+    facts = read_metadata(weights)
+    if "part" in facts:
         return _joined(weights, base)
     if base is not None:
         raise UserError(f"{weights} is a whole model, which has no base; leave --base out")
     model: Model = load_module(weights, MODEL, expect)  # type: ignore[assignment]
-    model.teacher = read_metadata(weights).get("teacher", "")
+    model.teacher = facts.get("teacher", "")
     return model
 
 

@@ -37,7 +37,7 @@ from visgen.train.optim import OptimConfig, build_optimizer, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches, say_killed
 from visgen.train.scoring import Scoring
 from visgen.train.shards import shard, sharding
-from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, restore, save
+from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, other_data, restore, save
 from visgen.train.step import read_meter, train_step
 from visgen.train.throughput import Clock, operations, peak, speeds
 
@@ -81,25 +81,21 @@ def fit(
     state.data_samples = len(data)
     if scoring is not None:
         scoring.prepare(objective, accelerator)
-    start, warning, mended, other, in_place = 0, "", "", "", False
+    start, said, in_place = 0, [""], False
     if resume is not None:
         in_place = resume.parent.resolve() == run.resolve()
         start, resume, warning = restore(state, resume, fall_back=in_place)
-        before = run_files.read_meta(resume).get("data_samples") or len(data)
-        if before != len(data):
-            other = (
-                f"warning: the data had {before:,} samples at step {start}, now {len(data):,}: their order is another"
-            )
+        said = [warning, other_data(state, resume, start)]
     if accelerator.is_main_process:
         run_files.clean(run)
         state.tokenizer = keep_tokenizer(objective, data, run, resume)
     if resume is not None and in_place:
-        mended = mend_export(state, resume, start)
+        said.append(mend_export(state, resume, start))
     out = Log(log, run, values or {}, accelerator.is_main_process, start, loop.steps)
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
-            for line in filter(None, (warning, mended, other)):
+            for line in filter(None, said):
                 out.say(line)
         if start >= loop.steps:
             out.say(

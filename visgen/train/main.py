@@ -203,16 +203,14 @@ def find_resume(config: TrainConfig, run: Path) -> Path | None:
 def compare_config(config: TrainConfig, run: Path) -> None:
     """Refuses to continue `run` under another objective, or a config that differs in more than `NEUTRAL` keys."""
     path = run / "config.yaml"
+    remedy = f"put it back, or start from its weights with --loop.resume {run} in another loop.out"
     if not path.is_file():
         raise UserError(
-            f"run directory {run} holds checkpoints but no config.yaml to compare this config with; put it back, or "
-            f"start from its weights with --loop.resume {run} in another loop.out"
+            f"run directory {run} holds checkpoints but no config.yaml to compare this config with; {remedy}"
         )
     values = configs.read_yaml(path)
     if not values:
-        raise UserError(
-            f"{path} is empty; put it back, or start from its weights with --loop.resume {run} in another loop.out"
-        )
+        raise UserError(f"{path} is empty; {remedy}")
     old = configs.flat(configs.dump(configs.load(TrainConfig, values=values)))
     new = configs.flat(configs.dump(config))
     if old["objective.kind"] != new["objective.kind"]:

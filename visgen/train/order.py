@@ -121,12 +121,12 @@ def _stand_apart(worker: int) -> None:
     signal.set_wakeup_fd(-1)
 
 
-def check_batch(size: int, batch: int, world: int, accumulation: int) -> None:
-    """Raises `UserError` where the global batch cannot be dealt out."""
+def check_batch(size: int, batch: int, world: int, accumulation: int, flag: str = "loop.batch") -> None:
+    """Raises `UserError` where the global batch, which `flag` says, cannot be dealt out."""
     if batch < 1 or accumulation < 1 or batch % (world * accumulation):
         raise UserError(
             f"loop.batch is {batch}, for all processes together; it must be a multiple of processes x "
             f"loop.accumulation = {world} x {accumulation}"
         )
     if size < batch:
-        raise UserError(f"the data has {size} samples, fewer than loop.batch ({batch}); lower loop.batch or add data")
+        raise UserError(f"the data has {size} samples, fewer than {flag} ({batch}); lower {flag} or add data")

@@ -124,7 +124,7 @@ class State:
     settings: dict[str, OptimConfig]
     ema: Ema
     tokenizer: str = ""  # hash of the frozen tokenizer whose tokens are learned; kept by the main process
-    data_samples: int = 0
+    data_samples: int = 0  # how many the data set has
     meter: Meter = field(default_factory=Meter)
     finite: Finite = field(default_factory=Finite)
     best: Best = field(default_factory=Best)
@@ -301,6 +301,14 @@ def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
         for old in refused:
             run_files.set_aside(old)
     return done, path, f"warning: {first}; going on from {path.name}, the damaged one is kept as damaged_*"
+
+
+def other_data(state: State, path: Path, step: int) -> str:
+    """A warning where the data were of another size when the step directory `path` was written; "": none."""
+    before, now = run_files.read_meta(path).get("data_samples") or state.data_samples, state.data_samples
+    if before == now:
+        return ""
+    return f"warning: the data had {before:,} samples at step {step}, now {now:,}: their order is another"
 
 
 def load(state: State, path: Path) -> int:
