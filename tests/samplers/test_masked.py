@@ -235,9 +235,9 @@ def test_what_it_cannot_do_is_refused(
 # --------------------------------------------------------------------------------- what the encoder reads, in few sizes
 
 
-@pytest.mark.parametrize("buckets", [2, 3, 4, 16])
+@pytest.mark.parametrize("buckets", [2, 3, 4, 16, None])
 @pytest.mark.parametrize("known", [None, (KNOWN, KEEP), (KNOWN, torch.ones_like(KEEP))])
-def test_sizes_change_nothing(make_masked: Callable[..., Any], buckets: int, known: Any) -> None:
+def test_sizes_change_nothing(make_masked: Callable[..., Any], buckets: int | None, known: Any) -> None:
     model = make_masked()
     whole = decode(model, known=known, buckets=1, iterations=8)
     found = decode(model, known=known, buckets=buckets, iterations=8)
@@ -245,12 +245,13 @@ def test_sizes_change_nothing(make_masked: Callable[..., Any], buckets: int, kno
 
 
 def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[..., Any]) -> None:
-    watched, read = make_masked(), []
+    watched, read, masked = make_masked(), [], []
 
     class Watched(type(watched.backbone)):  # type: ignore[misc]
-        def _encode(self, layers: Any, tokens: Tensor, *rest: Any) -> Tensor:
+        def _encode(self, layers: Any, tokens: Tensor, pos: Tensor, cond: Any, level: Tensor | None) -> Tensor:
             read.append(tokens.shape[1])
-            return super()._encode(layers, tokens, *rest)
+            masked.append(level is not None)
+            return super()._encode(layers, tokens, pos, cond, level)
 
     watched.backbone.__class__ = Watched
     decode(watched, iterations=16, buckets=4)  # one token each
@@ -260,6 +261,13 @@ def test_the_encoder_reads_known_tokens_in_the_next_size(make_masked: Callable[.
     most = int(KEEP.sum(1).max())
     assert read == [4 * -(-max(1, min(k + most, 16)) // 4) for k in range(16)]
     assert [bucket(k, 10, 4) for k in (0, 3, 4, 5, 6, 8, 9, 10)] == [3, 3, 5, 5, 8, 8, 10, 10]
+    assert all(masked)
+    read.clear()
+    masked.clear()
+    decode(watched, iterations=16, buckets=None)
+    assert read == list(range(16)) and not any(masked), "nothing is padded, so nothing is hidden"
+    decode(watched, known=(KNOWN, KEEP), iterations=16, buckets=None)
+    assert read[16:] == [min(k + most, 16) for k in range(16)] and all(masked[16:]), "images differ in what is given"
 
 
 def test_the_head_walks_as_many_tokens_as_a_set_has(make_masked: Callable[..., Any]) -> None:
@@ -322,6 +330,10 @@ def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., 
         if known is None:
             assert engine.recorded == [0, 5, 9, 13], "four sizes, four graphs, recorded once"
     engine.recorded.clear()
+    engine.begin({"label": LABELS})
+    found = engine.run(made(iterations=16, buckets=None), Noise(SEEDS))
+    assert engine.recorded == list(range(16)) and close(found.tokens, decode(model, iterations=16).tokens, 1e-4)
+    engine.recorded.clear()
     annealed = made(last_steps=2, iterations=8)
     for _ in range(2):
         engine.begin({"label": LABELS})
@@ -333,7 +345,8 @@ def test_a_graph_of_a_size_serves_all_its_iterations(make_masked: Callable[..., 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_graphs_draw_what_the_eager_engine_draws(make_masked: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("buckets", [8, None])
+def test_captured_graphs_draw_what_the_eager_engine_draws(make_masked: Callable[..., Any], buckets: int | None) -> None:
     captured: Any = pytest.importorskip("visgen.decode.captured")
     model = make_masked().to("cuda")
     results = []
@@ -341,5 +354,5 @@ def test_captured_graphs_draw_what_the_eager_engine_draws(make_masked: Callable[
         for first in (0, 8):  # the second batch in the buffers of the first
             seeds = torch.arange(first, first + 3, device="cuda")
             engine.begin({"label": LABELS.to("cuda")})
-            results.append(engine.run(made(iterations=16), Noise(seeds)).tokens)
+            results.append(engine.run(made(iterations=16, buckets=buckets), Noise(seeds)).tokens)
     assert close(results[0], results[2], 1e-3) and close(results[1], results[3], 1e-3)

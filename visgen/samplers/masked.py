@@ -44,7 +44,8 @@ class Config:
         temperature: factor of the noise that ancestral steps add.
         buckets: sizes of what the encoder reads, evenly up to all tokens; known tokens are padded to the next of them.
             1: all tokens always, hidden ones masked out. Sets are padded to as many sizes up to the largest. A captured
-            engine makes a graph for each pair of sizes that comes up.
+            engine makes a graph for each pair of sizes that comes up. None: no padding, and no mask where an image has
+            no tokens given; a graph for every iteration.
     """
 
     iterations: Positive = 64
@@ -54,7 +55,7 @@ class Config:
     shift: Shift = 1.0
     last: Annotated[int, Range(1, 999)] | None = None
     temperature: Temperature = 1.0
-    buckets: Annotated[int, Range(1, 64)] = 8
+    buckets: Annotated[int, Range(1, 64)] | None = 8
 
 
 @dataclass
@@ -74,10 +75,11 @@ class State:
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
     sizes: list[int]  # places that the encoder reads in every iteration
+    masked: bool  # it may read hidden ones among them
     widths: list[int]  # places that the head walks
     walks: list[tuple[int, tuple[bool, ...]]]  # of every iteration: first row of its table, whether steps draw
     turn: int  # iteration, as far as the host's walk is concerned
-    hidden: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    hidden: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     law: Callable[[Tensor, Tensor], Any]
 
 
@@ -122,6 +124,7 @@ class Masked(Sampler):
             known=known,
             keep=keep,
             sizes=[bucket(min(d + most, n), n, self.config.buckets) for d in done],
+            masked=keep is not None or self.config.buckets is not None,
             widths=[bucket(count, max(counts), self.config.buckets) for count in counts],
             walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
@@ -139,7 +142,8 @@ class Masked(Sampler):
         if state.keep is not None:
             shown = shown | state.keep.gather(1, seen)
         at = state.order.index_select(1, ((done + rank[0, :width]) % n))  # [B, W] wraps round where the set is smaller
-        h = state.hidden(taken(state.tokens, seen), seen, (~shown).float() - 1, at)  # [K, B, W, D]
+        level = (~shown).float() - 1 if state.masked else None
+        h = state.hidden(taken(state.tokens, seen), seen, level, at)  # [K, B, W, D]
         start, noisy = state.walks[state.turn % len(state.walks)]
         law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
         drawn = denoised(law, at, noise, channels, state, start, noisy, self.config)
@@ -194,17 +198,21 @@ def reveals(tokens: int, iterations: int) -> list[int]:
     return made
 
 
-def bucket(count: int, most: int, buckets: int) -> int:
-    """The least of the `buckets` even shares of `most` that `count` fits in."""
+def bucket(count: int, most: int, buckets: int | None) -> int:
+    """The least of the `buckets` even shares of `most` that `count` fits in; without them `count`."""
+    if buckets is None:
+        return count
     return next(size for size in (-(-most * i // buckets) for i in range(1, buckets + 1)) if size >= count)
 
 
-def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor, asked: Tensor) -> Tensor:
+def _hidden(engine: Engine, values: Tensor, at: Tensor, level: Tensor | None, asked: Tensor) -> Tensor:
     """h [K, B, W, D] of the places `asked` [B, W] under K branches, of values [B, E, C] at places [B, E] and their
-    level."""
+    level; None: all are known."""
     k, b = engine.guidance.branches, len(values)
-    tokens, pos, level, asked = (
-        x.expand(b, *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1)) for x in (values, at, level, asked)
-    )
-    h = engine.whole_pass(tokens, pos, cond=engine.condition, level=level, asked=asked)
+
+    def branched(x: Tensor) -> Tensor:
+        return x.expand(b, *x.shape[1:]).repeat(k, *[1] * (x.ndim - 1))
+
+    told = None if level is None else branched(level)
+    h = engine.whole_pass(branched(values), branched(at), cond=engine.condition, level=told, asked=branched(asked))
     return h.unflatten(0, (k, b))
