@@ -209,6 +209,10 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, asked: Tensor | None = None) -> Tensor:
+        return self.dropout(self.out(self.attend(x, mask, asked)))
+
+    def attend(self, x: Tensor, mask: Tensor | None, asked: Tensor | None = None) -> Tensor:
+        """What the output's product reads: [B, S, D], or [B, A, D] of the slots asked for."""
         if asked is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, S, d]
         else:
@@ -218,7 +222,7 @@ class Attention(nn.Module):
             k, v = kv.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         rate = self.rate if self.training else 0.0
         found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate)
-        return self.dropout(self.out(found.transpose(1, 2).flatten(2)))
+        return found.transpose(1, 2).flatten(2)
 
 
 def _at(x: Tensor, slots: Tensor) -> Tensor:

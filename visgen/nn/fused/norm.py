@@ -1,4 +1,4 @@
-"""A residual sum and the layer norm behind it in one kernel, which reads and writes each value once.
+"""A layer norm of a sum with one vector, in one kernel, which reads and writes each value once.
 
 The eager twins are `+` and `nn.LayerNorm`.
 """
@@ -13,37 +13,26 @@ from torch import Tensor, nn
 from visgen.nn.fused.chain import chained, follow
 
 
-def add_norm(x: Tensor, found: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """x += found, of the same shape [..., D] and contiguous both; returns norm(x), in its type."""
+def shifted_norm(x: Tensor, shift: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """norm(x + shift) of x [..., D], contiguous, and shift [D] float32, in the type of x."""
     out, width = torch.empty_like(x), x.shape[-1]
-    _add_norm[(x.numel() // width,)](
-        x,
-        found,
-        norm.weight,
-        norm.bias,
-        out,
-        width,
-        norm.eps,
-        BLOCK=triton.next_power_of_2(width),
-        **chained(x.device),
-        num_warps=4,
+    block, options = triton.next_power_of_2(width), chained(x.device)
+    _norm[(x.numel() // width,)](
+        x, shift, norm.weight, norm.bias, out, width, norm.eps, BLOCK=block, **options, num_warps=4
     )
     return out
 
 
 @triton.jit
-def _add_norm(x, found, gain, offset, out, width, eps, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+def _norm(x, shift, gain, offset, out, width, eps, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
     at = tl.arange(0, BLOCK)
     here = at < width
     g = tl.load(gain + at, mask=here, other=0.0).to(tl.float32)
     o = tl.load(offset + at, mask=here, other=0.0).to(tl.float32)
     follow(CHAIN)
     row = tl.program_id(0).to(tl.int64) * width + at
-    value = tl.load(x + row, mask=here, other=0.0).to(tl.float32)
-    value += tl.load(found + row, mask=here, other=0.0).to(tl.float32)
-    stored = value.to(x.dtype.element_ty)
-    tl.store(x + row, stored, mask=here)
-    normed = normalised(stored.to(tl.float32), here, width, eps) * g + o
+    value = tl.load(x + row, mask=here, other=0.0).to(tl.float32) + tl.load(shift + at, mask=here, other=0.0)
+    normed = normalised(value, here, width, eps) * g + o
     tl.store(out + row, normed.to(out.dtype.element_ty), mask=here)
 
 
