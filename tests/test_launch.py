@@ -68,6 +68,16 @@ def test_what_fails_before_its_first_step_leaves_no_bar(capsys: pytest.CaptureFi
     assert ("sampling" in capsys.readouterr().err) is begun
 
 
+def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for every, lines in ((0.0, ["sampling 1/3", "sampling 2/3"]), (1e9, [])):
+        monkeypatch.setattr("visgen.launch.EVERY", every)
+        with Progress("sampling") as step:
+            for done in (0, 1, 2, 3):
+                step(done, 3)
+        told = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
+        assert len(told) == len(lines) and all(a.startswith(b) for a, b in zip(told, lines, strict=True))
+
+
 def test_a_machine_without_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**60, dtype=torch.uint8)

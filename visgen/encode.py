@@ -10,10 +10,9 @@ in places and refused if it does not look like its source.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +28,7 @@ from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
-from visgen.launch import cpus, on_cpu
+from visgen.launch import Progress, cpus, on_cpu
 from visgen.metrics.features import exact_float32
 from visgen.tokenizers import Tokenizer
 
@@ -303,13 +301,15 @@ def _encode_shards(
     loader = DataLoader(source, batch_size=None, num_workers=min(workers, cpus()), pin_memory=device.type == "cuda")
     codes: list[Tensor] = []
     labels: list[Tensor] = []
-    with _progress(sum(map(len, jobs)), show) as advance, exact_float32():
+    done, total = 0, sum(map(len, jobs))
+    with Progress("encode", show and total > 0) as shown, exact_float32():
         for k, views in enumerate(loader):
             pixels = views["pixels"]  # [B, V, T, 3, H, W] uint8
             ids = tokenizer.encode(_to_float(pixels.to(device, non_blocking=True).flatten(0, 1)))
             codes.append(ids.unflatten(0, pixels.shape[:2]))
             labels.append(views["label"])
-            advance(len(pixels))
+            done += len(pixels)
+            shown(done, total)
             if k in ends:
                 stacked = torch.cat(codes).cpu()  # one host read per shard
                 _check_range(stacked.half() if index.channels else stacked, tokenizer.vocab, "the tokenizer")
@@ -335,26 +335,6 @@ def _to_float(pixels: Tensor) -> Tensor:
 
 def _device(module: torch.nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _progress(images: int, show: bool) -> Iterator[Any]:
-    columns = (
-        TextColumn("encode"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, disable=not show or images == 0) as progress:
-        task = progress.add_task("encode", total=images, rate="")
-
-        def advance(n: int) -> None:
-            progress.advance(task, n)
-            speed = progress.tasks[0].speed
-            progress.update(task, rate=f"{speed:.0f} images/s" if speed else "")
-
-        yield advance
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mimetypes
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 
 from visgen.config import UserError
+
+EVERY = 30.0  # seconds between the lines that stand for a bar where there is no terminal
 
 
 def on_cpu(told: bool = False) -> bool:
@@ -96,9 +100,12 @@ def writable(directory: Path, flag: str, *files: str) -> Path:
 
 
 class Progress:
-    """A progress bar with time left on stderr: `with Progress("sampling") as step: step(done, total)`."""
+    """A progress bar with time left on stderr, in a job's log a line from time to time:
+    `with Progress("sampling") as step: step(done, total)`."""
 
     def __init__(self, what: str, shown: bool = True) -> None:
+        self.what, self.begun = what, time.monotonic()
+        self.told = self.begun
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -111,7 +118,7 @@ class Progress:
 
     def __enter__(self) -> Callable[[int, int], None]:
         self.bar.start()
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
+        return self._step
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None and self.bar.tasks[self.task].total is None:
@@ -119,3 +126,12 @@ class Progress:
             self.bar.live.stop()
         else:
             self.bar.stop()
+
+    def _step(self, done: int, total: int) -> None:
+        self.bar.update(self.task, completed=done, total=total)
+        now = time.monotonic()
+        if self.bar.disable or self.bar.console.is_terminal or not 0 < done < total or now - self.told < EVERY:
+            return
+        self.told, passed = now, now - self.begun
+        left = timedelta(seconds=round(passed / done * (total - done)))
+        self.bar.console.print(f"{self.what} {done}/{total} {timedelta(seconds=round(passed))}, {left} left")
