@@ -167,6 +167,7 @@ def test_known_tokens_are_kept_and_do_not_count(model: Model, near: Model) -> No
     found = decode(model, near, known=(KNOWN, KEEP), length=3)
     assert torch.equal(found.tokens[KEEP], KNOWN[KEEP])
     whole = decode(model, model, known=(KNOWN, KEEP), length=3)
+    assert whole.notes["tokens_per_cycle"] == round((~KEEP).sum().item() / len(KEEP) / 4, 3)
     assert close(whole.tokens, plain(model, known=(KNOWN, KEEP))) and whole.nfe == 4
     every = decode(model, near, known=(KNOWN, torch.ones_like(KEEP)), length=3)
     assert torch.equal(every.tokens, KNOWN) and every.nfe == 4 and every.notes["acceptance"] == [0.0] * 3

@@ -272,10 +272,11 @@ class CSpec(Sampler):
             return {"head_steps": calls, "steps_per_call": round(n * steps / calls, 2)}
         tested, kept = state.tested.double().cpu(), state.kept.double().cpu()
         total = tested.sum().clamp(min=1)
+        given = 0.0 if state.keep is None else state.keep.sum(1).double().mean().item()
         rounds = state.rounds.amax(1).double().mean().item()
         found: dict[str, Any] = {
             "head_steps": steps * int(state.rounds.max()),
-            "tokens_per_cycle": round(n / rounds, 3),
+            "tokens_per_cycle": round((n - given) / rounds, 3),
             "acceptance": [round(x, 4) for x in (kept / tested.clamp(min=1)).tolist()],
             "distance": [round(x, 4) for x in (state.gap.double().cpu() / total).tolist()],
         }
