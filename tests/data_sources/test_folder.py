@@ -114,6 +114,17 @@ def test_images_beside_class_folders_are_told(tmp_path, caplog, layout):
     assert [r.getMessage() for r in caplog.records] == (told if layout == "two folders" else told[:1])
 
 
+def test_a_class_without_images_is_told(mixed, caplog):
+    for name in ("empty", "notes"):
+        (mixed / name).mkdir()
+    (mixed / "notes" / "x.txt").touch()
+    with caplog.at_level(logging.WARNING):
+        for split in ("train", "held_out"):
+            assert {"empty", "notes"} < set(folder(mixed, split, held_out_fraction=0.5).classes)
+    found = [r.getMessage() for r in caplog.records]
+    assert found == [f"{mixed}: class empty, notes holds no image, yet counts; delete the folder"]
+
+
 def test_nothing_is_said_of_other_files_and_of_one_class(mixed, tmp_path, caplog):
     (mixed / "notes.txt").write_text("no image")
     (tmp_path / "flat").mkdir()

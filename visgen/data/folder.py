@@ -51,6 +51,8 @@ class Folder(ImageData):
         beside = sum(map(_is_image, _listing(parts[split])[1])) if names else 0
         if beside and (split == "train" or parts["train"] != parts["held_out"]):  # said once
             log.warning("%s: %d images beside its class folders are ignored; move them into one", parts[split], beside)
+        if split == "train" and (bare := [names[k] for k in sorted(set(range(len(names))) - set(labels))]):
+            log.warning("%s: class %s holds no image, yet counts; delete the folder", parts[split], ", ".join(bare))
         if parts["train"] == parts["held_out"]:
             kept = split_by_name(paths, config.held_out_fraction, split, f"data.root {root}")
             paths, labels = [paths[i] for i in kept], [labels[i] for i in kept]
