@@ -72,4 +72,4 @@ def test_the_program_writes_images(trained: Path, tmp_path: Path, capsys: pytest
     assert len(list((tmp_path / "a").glob("0000_*.png"))) == 2
     with pytest.raises(SystemExit) as stop:
         run(trained, tmp_path / "b", *flags, "--sampler.solver", "heun")
-    assert stop.value.code == 2 and "error: solver heun is for a model of velocity" in capsys.readouterr().err
+    assert stop.value.code == 2 and "error: sampler.solver heun is for a model of velocity" in capsys.readouterr().err

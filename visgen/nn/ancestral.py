@@ -51,7 +51,7 @@ def kept_times(steps: int, last: int = TIMES - 1) -> list[int]:
         UserError: more steps than there are times.
     """
     if steps > last + 1:
-        raise UserError(f"steps {steps} are more than the {last + 1} times there are; lower it")
+        raise UserError(f"sampler.steps {steps} are more than the {last + 1} times there are; lower it")
     return [last] if steps == 1 else [round(last * i / (steps - 1)) for i in range(steps)]
 
 
@@ -72,7 +72,7 @@ def walk(path: Path, solver: Walker, steps: int, shift: float = 1.0, last: int |
         solver = "ancestral" if path.predicts == "epsilon" else "euler"
     if path.predicts == "velocity":
         if solver == "ancestral" or last is not None:
-            what = "solver ancestral" if solver == "ancestral" else f"last {last}"
+            what = "sampler.solver ancestral" if solver == "ancestral" else f"sampler.last {last}"
             use = "use euler, heun or dpmpp_2m" if solver == "ancestral" else "leave it out"
             raise UserError(f"{what} is for a model of epsilon, this one predicts velocity; {use}")
         return _quiet(rows(path, solver, steps, shift))
@@ -81,7 +81,7 @@ def walk(path: Path, solver: Walker, steps: int, shift: float = 1.0, last: int |
         chosen: Solver = solver
         return _quiet(rows(path, chosen, steps, shift, last))
     if shift != 1:
-        raise UserError(f"shift {shift} is for a model of velocity, this one predicts epsilon; use 1")
+        raise UserError(f"sampler.shift {shift} is for a model of velocity, this one predicts epsilon; use 1")
     times = kept_times(steps, last)
     table, low, high = chain(path, times)
     return Walk(table.flip(0), low.flip(0), high.flip(0), (*[True] * (steps - 1), False))

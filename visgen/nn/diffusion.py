@@ -130,7 +130,7 @@ def rows(path: Path, solver: Solver, steps: int, shift: float = 1.0, last: int =
     if solver == "auto":
         solver = "dpmpp_2m" if path.predicts == "epsilon" else "euler"
     if path.predicts == "epsilon" and (solver == "heun" or shift != 1):
-        what = "solver heun" if solver == "heun" else f"shift {shift}"
+        what = "sampler.solver heun" if solver == "heun" else f"sampler.shift {shift}"
         raise UserError(f"{what} is for a model of velocity, this one predicts epsilon; use dpmpp_2m or euler, shift 1")
     times = _times(path, steps, shift, last)
     scales = [*_scales(path, times), (1.0, 0.0)]
@@ -149,7 +149,7 @@ def _times(path: Path, steps: int, shift: float, last: int) -> list[float]:
     if path.predicts == "velocity":
         return [TIMES * shift * s / (1 + (shift - 1) * s) for s in (1 - j / steps for j in range(steps))]
     if steps > last:
-        raise UserError(f"steps {steps} are more than the {last} that a model of epsilon has; lower it")
+        raise UserError(f"sampler.steps {steps} are more than the {last} that a model of epsilon has; lower it")
     spaced = torch.linspace(0, last, steps + 1, dtype=torch.float64).round()
     return spaced.flip(0)[:-1].tolist()
 
