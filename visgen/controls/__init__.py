@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,28 @@ class Control(nn.Module, ABC):
         Raises:
             UserError: missing, unreadable, or not such a map; names `flag`.
         """
-        try:
+        with readable(path, flag):
             picture = read_image(path, self.background)
-        except FileNotFoundError:
-            raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
-        except UNREADABLE as error:
-            raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG") from None
         return self.checked(255 - as_map(picture) if invert else as_map(picture), f"{flag} {path}")
 
     def checked(self, values: Tensor, name: str) -> Tensor:
         """A given map uint8 [3, H, W] as the model knows them; raises `UserError` for what is no such map."""
         return values
+
+
+@contextmanager
+def readable(path: Path, flag: str) -> Iterator[None]:
+    """Says of which flag the file of a map is missing or no picture.
+
+    Raises:
+        UserError: it is.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
+    except UNREADABLE as error:
+        raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG") from None
 
 
 def as_map(picture: Image.Image) -> Tensor:

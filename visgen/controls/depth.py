@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.controls import Control, ControlConfig
-from visgen.controls._network import load_network
-from visgen.data._images import UNREADABLE
-from visgen.metrics.images import to_uint8
+from visgen.controls import ControlConfig, readable
+from visgen.controls._network import NetworkControl
 
 GREY = ("I;16", "I;16B", "I", "F")  # Pillow's modes of deep grey pictures
 
@@ -38,32 +36,18 @@ class Config(ControlConfig):
     network: str = ""
 
 
-class Depth(Control):
+class Depth(NetworkControl):
     """Near is bright."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._loaded: tuple[Any, Any] | None = None  # (processor, network)
-
-    def ready(self) -> None:
-        if self._loaded is not None:
-            return
-        name = self.config.network
-        if not name:
-            raise UserError(
-                "control depth needs a depth network to read an image: pass --control.network, a directory or Hub id "
-                "of transformers such as Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy) as --control.map"
-            )
-        self._loaded = load_network("depth", "AutoModelForDepthEstimation", name)
+    kind, auto = "depth", "AutoModelForDepthEstimation"
+    needs = (
+        "a depth network to read an image: pass --control.network, a directory or Hub id of transformers such as "
+        "Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy)"
+    )
 
     @torch.no_grad()
     def extract(self, pixels: Tensor) -> Tensor:
-        assert self._loaded is not None, "ready comes first"
-        processor, network = self._loaded
-        network.to(pixels.device)
-        images = list(to_uint8(pixels.flatten(0, 1)).permute(0, 2, 3, 1).cpu().numpy())
-        inputs = processor(images=images, return_tensors="pt").to(pixels.device)
-        depth = network(**inputs).predicted_depth.float().unsqueeze(1)  # [B T, 1, h, w]
+        depth = self.outputs(pixels).predicted_depth.float().unsqueeze(1)  # [B T, 1, h, w]
         depth = F.interpolate(depth, pixels.shape[-2:], mode="bicubic", align_corners=False)
         grey = self.normalised(depth) * 2 - 1
         return grey.unflatten(0, pixels.shape[:2]).to(pixels.dtype).expand_as(pixels)
@@ -81,14 +65,9 @@ class Depth(Control):
         if path.suffix.lower() == ".npy":
             values = self._array(path, flag)
         else:
-            try:
-                with Image.open(path) as picture:
-                    deep = picture.mode in GREY
-                    values = np.asarray(picture).astype(np.float64) if deep else None
-            except FileNotFoundError:
-                raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
-            except UNREADABLE as error:
-                raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as a PNG") from None
+            with readable(path, flag), Image.open(path) as picture:
+                deep = picture.mode in GREY
+                values = np.asarray(picture).astype(np.float64) if deep else None
             if values is None:
                 return super().read(path, invert, flag)
         with np.errstate(over="ignore"):

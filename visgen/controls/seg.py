@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.controls import Control, ControlConfig
-from visgen.controls._network import load_network
-from visgen.data._images import UNREADABLE
-from visgen.metrics.images import to_uint8
+from visgen.controls import ControlConfig, readable
+from visgen.controls._network import NetworkControl
 from visgen.nn.control import Resize
 
 
@@ -36,31 +33,19 @@ class Config(ControlConfig):
     network: str = ""
 
 
-class Seg(Control):
+class Seg(NetworkControl):
     """Colours of classes."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._loaded: tuple[Any, Any] | None = None  # (processor, network)
-
-    def ready(self) -> None:
-        if self._loaded is not None:
-            return
-        if not self.config.network:
-            raise UserError(
-                "control seg needs a segmentation network to read an image: pass --control.network, a directory or Hub "
-                "id of transformers, or a map of labels or class colours as --control.map"
-            )
-        self._loaded = load_network("seg", "AutoModelForSemanticSegmentation", self.config.network)
+    kind, auto = "seg", "AutoModelForSemanticSegmentation"
+    needs = (
+        "a segmentation network to read an image: pass --control.network, a directory or Hub id of transformers, or a "
+        "map of labels or class colours"
+    )
 
     @torch.no_grad()
     def labels(self, pixels: Tensor) -> Tensor:
         """Images [B, T, 3, H, W] in [-1, 1] -> class numbers [B, T, H, W] int64."""
-        assert self._loaded is not None, "ready comes first"
-        processor, network = self._loaded
-        network.to(pixels.device)
-        images = list(to_uint8(pixels.flatten(0, 1)).permute(0, 2, 3, 1).cpu().numpy())
-        logits = network(**processor(images=images, return_tensors="pt").to(pixels.device)).logits.float()
+        logits = self.outputs(pixels).logits.float()
         logits = F.interpolate(logits, pixels.shape[-2:], mode="bilinear", align_corners=False)
         return logits.argmax(1).unflatten(0, pixels.shape[:2])
 
@@ -71,13 +56,8 @@ class Seg(Control):
     def read(self, path: Path, invert: bool = False, flag: str = "--control.map") -> Tensor:
         if invert:
             raise UserError("--control.invert has no meaning for a map of labels; leave it out")
-        try:
-            with Image.open(path) as picture:
-                numbers = np.array(picture) if picture.mode in ("L", "P") else None
-        except FileNotFoundError:
-            raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
-        except UNREADABLE as error:
-            raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG") from None
+        with readable(path, flag), Image.open(path) as picture:
+            numbers = np.array(picture) if picture.mode in ("L", "P") else None
         if numbers is None:
             return super().read(path, invert, flag)
         return colours()[torch.from_numpy(numbers.astype(np.int64))].permute(2, 0, 1).contiguous()
