@@ -79,18 +79,18 @@ def main() -> None:
     needs = [r for r in settings.rows if r in ("generated", "recon")]
     if needs and not settings.checkpoint:
         raise UserError(f"--checkpoint is needed for the rows {', '.join(needs)}")
-    world, out = ev.World.current(), writable(settings.out, "--out")
-    extractor = build(settings)
+    world, extractor = ev.World.current(), build(settings)
     held_out = ev.build_pictures(settings.data, "held_out")
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
-    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
     generator = load(settings.checkpoint, settings.step, settings.engine) if needs else None
     if generator:
-        ev.check_match(held_out, generator.tokenizer, generator.class_count)
         if "generated" in settings.rows:
             generator.check_sampling(settings)
             cs.check_length(generator, settings, held_out.frames, settings.start)
+        ev.check_match(held_out, generator.tokenizer, generator.class_count)
+    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
+    out = writable(settings.out, "--out")
     train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
     with Progress("reference", world.rank == 0) as step:
         ref = cs.reference(held_out, extractor, ref_n, settings.plan_seed, settings.engine.batch, world, step)

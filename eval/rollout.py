@@ -81,15 +81,15 @@ def main() -> None:
     for name in ("frames", "context"):
         if getattr(settings.sampler, name, None) is not None:
             raise UserError(f"--sampler.{name} is set for each row here; use --longer and --contexts")
-    out = writable(settings.out, "--out")
     device, _ = settings.engine.resolve()
     extractor = FrameDifferences(build_extractor(settings.frames, weights=settings.weights, device=device))
     held_out = ev.build_pictures(settings.data, "held_out")
+    generator = load(settings.checkpoint, settings.step, settings.engine)
+    window = check(generator, held_out)
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
-    generator = load(settings.checkpoint, settings.step, settings.engine)
-    window = check(generator, held_out)
+    out = writable(settings.out, "--out")
     longest = settings.longer * window
     contexts = [context or None for context in settings.contexts]
     for context in contexts:
@@ -123,11 +123,11 @@ def check(generator: Generator, held_out: Any) -> int:
     frames = generator.frames()
     if frames == 1:
         raise UserError("the checkpoint draws single images, which have no length; give a model of clips")
-    ev.check_match(held_out, generator.tokenizer, generator.class_count)
     if held_out.frames != frames:
         raise UserError(
             f"the data have clips of {held_out.frames} frames, the model draws {frames}: --data.frames {frames}"
         )
+    ev.check_match(held_out, generator.tokenizer, generator.class_count)
     return frames
 
 

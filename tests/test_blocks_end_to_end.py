@@ -131,6 +131,9 @@ def test_first_frames_that_cannot_be_known(
     known = ["--known.clip", str(path), *out]
     told = refused(capsys, "--checkpoint", str(runs["image"]), "--label", "a", *known)
     assert "--known.clip goes with a model of clips" in told
+    image = ["--label", "a", *out, "--known.image", "assets/figures/cupcake.png"]
+    told = refused(capsys, "--checkpoint", str(runs["clip"]), *image)
+    assert "--known.image goes with a model of images, this checkpoint draws clips; use --known.clip" in told
     for name in ("frames", "stride"):
         told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", f"--known.{name}", "2", *out)
         assert f"--known.{name} 2 is of a clip; add --known.clip" in told
@@ -188,6 +191,10 @@ def test_data_that_does_not_fit_is_refused(runs: dict[str, Path], tmp_path: Path
         ([*tokenizer, *shape, "--objective.model.backbone.block", "1", "3", "2"], "does not divide the grid"),
         ([*tokenizer, *shape, *block, "--objective.model.condition.classes", "5"], "the data has 4 classes"),
         ([*shape, *block, "--objective.tokenizer", "none"], "none does not exist"),
+        (
+            [*shape, *block, "--objective.tokenizer", "assets/fashion32"],
+            "its tokens are codes, the model's are vectors",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             train([config, *flags, *out])

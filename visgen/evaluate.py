@@ -181,7 +181,7 @@ def check_images(generator: Generator, settings: SamplingConfig) -> None:
     drawn = generator.frames(settings.sampler)
     if drawn > 1:
         raise UserError(
-            f"the model draws clips of {drawn} frames, which eval/fvd.py scores; here their first frames were all"
+            f"the model draws clips of {drawn} frames, which eval/fvd.py scores; image scores see the first alone"
         )
     generator.check_sampling(settings)
 

@@ -66,6 +66,8 @@ def known_clip(known: KnownConfig, size: int, frames: int, drawn: int | None = N
                 raise UserError(
                     f"--known.{name} {getattr(known, name)} is of a clip; add --known.clip, or leave it out"
                 )
+        if known.image is not None and frames > 1:
+            raise UserError("--known.image goes with a model of images, this checkpoint draws clips; use --known.clip")
         return None
     if known.image is not None:
         raise UserError("--known.image and --known.clip are both given; leave one of them out")

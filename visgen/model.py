@@ -178,6 +178,10 @@ class Model(nn.Module):
         grid, its_grid = tuple(self.config.grid), tuple(tokenizer.grid)
         if its_grid[0] == 1:  # it takes any number of frames, one by one
             its_grid = (grid[0], *its_grid[1:])
+        kinds = ("codes", "vectors")
+        if self.continuous != (tokenizer.vocab is None):
+            its_kind, kind = kinds[tokenizer.vocab is None], kinds[self.continuous]
+            raise UserError(f"{where}: its tokens are {its_kind}, the model's are {kind}; use a tokenizer of {kind}")
         for name, mine, its in (
             ("grid", grid, its_grid),
             ("vocab", None if self.continuous else self.config.vocab, tokenizer.vocab),
@@ -185,7 +189,8 @@ class Model(nn.Module):
         ):
             if mine != its:
                 raise UserError(
-                    f"{where}: its {name} is {its}, the model's is {mine}; use the tokenizer the model was trained with"
+                    f"{where}: its {name} is {its}, the model's is {mine}; use the tokenizer the model is made for, or "
+                    f"in the training of a new one set objective.model.{name}"
                 )
 
     def parameter_device(self) -> torch.device:

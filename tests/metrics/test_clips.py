@@ -91,7 +91,7 @@ def test_i3d_is_called_as_its_file_expects(tmp_path: Path) -> None:
     assert torch.allclose(extractor(clips)["pool"], wanted, atol=1e-5) and extractor.dims == {"pool": 4}
     with pytest.raises(UserError, match="clips have 9 frames, I3D needs 10"):
         extractor(clips[:, :9])
-    with pytest.raises(UserError, match="I3D file not given does not exist; pass --weights"):
+    with pytest.raises(UserError, match="--extractor fvd needs an I3D file; pass --weights"):
         I3DFeatures(None, "cpu", 2)
     (tmp_path / "no.pt").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"no\.pt is no TorchScript file"):

@@ -84,9 +84,7 @@ class Backbone(nn.Module, ABC):
         Raises:
             UserError: its weights are of one grid.
         """
-        raise UserError(
-            f"a {type(self).__name__} draws images of the size that it was trained at alone; leave size out"
-        )
+        raise UserError(f"backbone {type(self).__name__} draws the size alone that it was trained at; leave size out")
 
     @abstractmethod
     def make_cache(self, rows: int, device: torch.device, dtype: torch.dtype) -> KVCache:

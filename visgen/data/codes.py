@@ -184,7 +184,8 @@ class Codes(Data):
 
 # ------------------------------------------------------------------------------------------------- files
 
-_REMEDY = "delete it and run `python -m visgen.encode` again with the same options"
+_AGAIN = "run `python -m visgen.encode` again with the same options"
+_REMEDY = f"delete it and {_AGAIN}"
 
 
 def shard_path(folder: Path, number: int, part: str) -> Path:
@@ -212,8 +213,8 @@ def read_index(folder: Path) -> Index:
         UserError: missing, not JSON, or of another version.
     """
     absent = (
-        f"no code cache at {folder}; write one with `python -m visgen.encode --tokenizer T --out {folder.parent} "
-        f"--split {folder.name}`"
+        f"no code cache at {folder}; write one with `python -m visgen.encode --tokenizer T --data.kind KIND --out "
+        f"{folder.parent} --split {folder.name}`, of the data that you would train on"
     )
     return _index.read_index(folder, Index, VERSION, absent, "encode again", _REMEDY)
 
@@ -269,6 +270,6 @@ def read_array(path: Path, mapped: bool = False) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_REMEDY}") from None
+        raise UserError(f"{path} is missing; {_AGAIN}") from None
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); {_REMEDY}") from None

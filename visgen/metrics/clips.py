@@ -54,9 +54,9 @@ class I3DFeatures(ClipExtractor):
 
     def __init__(self, weights: str | Path | None, device: torch.device | str, batch: int) -> None:
         if weights is None or not Path(weights).is_file():
+            lack = "needs an I3D file" if weights is None else f": I3D file {weights} does not exist"
             raise UserError(
-                f"extractor fvd: I3D file {weights or 'not given'} does not exist; pass --weights with {I3D}, or "
-                "--extractor fd_clips, which needs none"
+                f"--extractor fvd {lack}; pass --weights with {I3D}, or --extractor fd_clips, which needs none"
             )
         path = Path(weights)
         try:
