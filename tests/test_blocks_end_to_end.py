@@ -20,6 +20,7 @@ from visgen.decode.warp import Warp
 from visgen.model import Model
 from visgen.train.main import train
 
+ROOT = Path(__file__).parents[1]
 STEPS = {"kind": "blockwise", "steps": 3}
 
 
@@ -131,7 +132,7 @@ def test_first_frames_that_cannot_be_known(
     known = ["--known.clip", str(path), *out]
     told = refused(capsys, "--checkpoint", str(runs["image"]), "--label", "a", *known)
     assert "--known.clip goes with a model of clips" in told
-    image = ["--label", "a", *out, "--known.image", "assets/figures/cupcake.png"]
+    image = ["--label", "a", *out, "--known.image", str(ROOT / "assets/figures/cupcake.png")]
     told = refused(capsys, "--checkpoint", str(runs["clip"]), *image)
     assert "--known.image goes with a model of images, this checkpoint draws clips; use --known.clip" in told
     for name in ("frames", "stride"):
@@ -167,7 +168,7 @@ def test_training_on_clips_leaves_a_run_that_samples(
             program.main(["--tokenizer", tokenizer, "--out", str(tmp_path / "c"), "--split", split, *sprites, "--cpu",
                           "--views", "center"])  # fmt: skip
         sprites = ["--data.kind", "codes", "--data.root", str(tmp_path / "c")]
-    config = Path(__file__).parents[1] / "configs" / "debug" / "acdit.yaml"
+    config = ROOT / "configs" / "debug" / "acdit.yaml"
     train([str(config), *sprites, "--objective.tokenizer", tokenizer, "--objective.model.grid", "4", "4", "4",
            "--objective.model.channels", "16", "--objective.model.backbone.block", "2", "4", "4",
            "--objective.model.backbone.width", "16", "--objective.model.condition.classes", "3",
@@ -180,7 +181,7 @@ def test_training_on_clips_leaves_a_run_that_samples(
 
 
 def test_data_that_does_not_fit_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
-    config = str(Path(__file__).parents[1] / "configs" / "debug" / "acdit.yaml")
+    config = str(ROOT / "configs" / "debug" / "acdit.yaml")
     tokenizer = ["--objective.tokenizer", str(runs["image"] / run_files.TOKENIZER), "--data.image-size", "16"]
     shape = ["--objective.model.grid", "1", "4", "4", "--objective.model.channels", "16"]
     block = ["--objective.model.backbone.block", "1", "2", "2"]
@@ -192,7 +193,7 @@ def test_data_that_does_not_fit_is_refused(runs: dict[str, Path], tmp_path: Path
         ([*tokenizer, *shape, *block, "--objective.model.condition.classes", "5"], "the data has 4 classes"),
         ([*shape, *block, "--objective.tokenizer", "none"], "none does not exist"),
         (
-            [*shape, *block, "--objective.tokenizer", "assets/fashion32"],
+            [*shape, *block, "--objective.tokenizer", str(ROOT / "assets/fashion32")],
             "its tokens are codes, the model's are vectors",
         ),
     ):

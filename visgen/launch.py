@@ -5,7 +5,6 @@ from __future__ import annotations
 import mimetypes
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -104,8 +103,7 @@ class Progress:
     `with Progress("sampling") as step: step(done, total)`."""
 
     def __init__(self, what: str, shown: bool = True) -> None:
-        self.what, self.begun = what, time.monotonic()
-        self.told = self.begun
+        self.told = 0.0  # seconds from the start to the last line
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -129,9 +127,10 @@ class Progress:
 
     def _step(self, done: int, total: int) -> None:
         self.bar.update(self.task, completed=done, total=total)
-        now = time.monotonic()
-        if self.bar.disable or self.bar.console.is_terminal or not 0 < done < total or now - self.told < EVERY:
+        task = self.bar.tasks[self.task]
+        passed = task.elapsed or 0.0
+        if self.bar.disable or self.bar.console.is_terminal or not 0 < done < total or passed - self.told < EVERY:
             return
-        self.told, passed = now, now - self.begun
+        self.told = passed
         left = timedelta(seconds=round(passed / done * (total - done)))
-        self.bar.console.print(f"{self.what} {done}/{total} {timedelta(seconds=round(passed))}, {left} left")
+        self.bar.console.print(f"{task.description} {done}/{total} {timedelta(seconds=round(passed))}, {left} left")

@@ -37,7 +37,7 @@ def through(blocks: Any, norm: Any, x: Tensor, mask: Tensor | None = None, asked
 def biases(blocks: Any) -> Tensor:
     """What the sum lacks behind each of its products: [2 layers, D] float32."""
     each = [linear.bias for block in blocks for linear in (block.attention.out, block.ffn[3])]
-    return torch.stack(each).float().cumsum(0)
+    return torch.stack(each).cumsum(0, dtype=torch.float32)
 
 
 def add(x: Tensor, found: Tensor, linear: Any) -> None:

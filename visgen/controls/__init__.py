@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from visgen.checks import Depth, Rate
-from visgen.config import UserError, kind_of, plugin
-from visgen.data._images import UNREADABLE, read_image
+from visgen.config import kind_of, plugin
+from visgen.data._images import read_image, readable
 from visgen.nn.control import EncoderConfig, Resize
 
 
@@ -80,28 +79,13 @@ class Control(nn.Module, ABC):
         Raises:
             UserError: missing, unreadable, or not such a map; names `flag`.
         """
-        with readable(path, flag):
+        with readable(path, flag, "map"):
             picture = read_image(path, self.background)
         return self.checked(255 - as_map(picture) if invert else as_map(picture), f"{flag} {path}")
 
     def checked(self, values: Tensor, name: str) -> Tensor:
         """A given map uint8 [3, H, W] as the model knows them; raises `UserError` for what is no such map."""
         return values
-
-
-@contextmanager
-def readable(path: Path, flag: str) -> Iterator[None]:
-    """Says of which flag the file of a map is missing or no picture.
-
-    Raises:
-        UserError: it is.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
-    except UNREADABLE as error:
-        raise UserError(f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG") from None
 
 
 def as_map(picture: Image.Image) -> Tensor:

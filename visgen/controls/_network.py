@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visgen.config import UserError
+from visgen.config import UserError, kind_of
 from visgen.controls import Control
 from visgen.metrics.images import to_uint8
 
@@ -15,11 +15,10 @@ class NetworkControl(Control):
     """A control whose maps, where they are not given, a network of transformers makes: `config.network`.
 
     Attributes:
-        kind: of the control; auto: the class of transformers.
+        auto: the class of transformers.
         needs: what an image cannot be read without, and what else can be passed.
     """
 
-    kind: str
     auto: str
     needs: str
 
@@ -30,9 +29,10 @@ class NetworkControl(Control):
     def ready(self) -> None:
         if self._loaded is not None:
             return
+        kind = kind_of(self.config)
         if not self.config.network:
-            raise UserError(f"control {self.kind} needs {self.needs} as --control.map")
-        self._loaded = load_network(self.kind, self.auto, self.config.network)
+            raise UserError(f"control {kind} needs {self.needs} as --control.map")
+        self._loaded = load_network(kind, self.auto, self.config.network)
 
     def outputs(self, pixels: Tensor) -> Any:
         """The network's of images [B, T, 3, H, W] in [-1, 1], one after another."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.controls import ControlConfig, readable
+from visgen.controls import ControlConfig
 from visgen.controls._network import NetworkControl
+from visgen.data._images import readable
 
 GREY = ("I;16", "I;16B", "I", "F")  # Pillow's modes of deep grey pictures
 
@@ -39,7 +40,7 @@ class Config(ControlConfig):
 class Depth(NetworkControl):
     """Near is bright."""
 
-    kind, auto = "depth", "AutoModelForDepthEstimation"
+    auto = "AutoModelForDepthEstimation"
     needs = (
         "a depth network to read an image: pass --control.network, a directory or Hub id of transformers such as "
         "Intel/dpt-large, or a ready map (8- or 16-bit PNG, .npy)"
@@ -65,7 +66,7 @@ class Depth(NetworkControl):
         if path.suffix.lower() == ".npy":
             values = self._array(path, flag)
         else:
-            with readable(path, flag), Image.open(path) as picture:
+            with readable(path, flag, "map"), Image.open(path) as picture:
                 deep = picture.mode in GREY
                 values = np.asarray(picture).astype(np.float64) if deep else None
             if values is None:

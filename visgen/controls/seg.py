@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.controls import ControlConfig, readable
+from visgen.controls import ControlConfig
 from visgen.controls._network import NetworkControl
+from visgen.data._images import readable
 from visgen.nn.control import Resize
 
 
@@ -36,7 +37,7 @@ class Config(ControlConfig):
 class Seg(NetworkControl):
     """Colours of classes."""
 
-    kind, auto = "seg", "AutoModelForSemanticSegmentation"
+    auto = "AutoModelForSemanticSegmentation"
     needs = (
         "a segmentation network to read an image: pass --control.network, a directory or Hub id of transformers, or a "
         "map of labels or class colours"
@@ -56,7 +57,7 @@ class Seg(NetworkControl):
     def read(self, path: Path, invert: bool = False, flag: str = "--control.map") -> Tensor:
         if invert:
             raise UserError("--control.invert has no meaning for a map of labels; leave it out")
-        with readable(path, flag), Image.open(path) as picture:
+        with readable(path, flag, "map"), Image.open(path) as picture:
             numbers = np.array(picture) if picture.mode in ("L", "P") else None
         if numbers is None:
             return super().read(path, invert, flag)

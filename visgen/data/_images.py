@@ -12,6 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -117,15 +118,22 @@ def _crop(image: Image.Image, left: int, top: int, size: int) -> Image.Image:
 
 
 def read_picture(path: Path, flag: str, background: str = "white") -> Image.Image:
-    """`read_image` of a user's file.
+    """`read_image` of a user's file; raises `UserError` as `readable` does."""
+    with readable(path, flag):
+        return read_image(path, background)
+
+
+@contextmanager
+def readable(path: Path, flag: str, what: str = "picture") -> Iterator[None]:
+    """While a user's file is opened as a picture, which shows a `what`.
 
     Raises:
         UserError: none such, or unreadable; names the flag that asked for it.
     """
     try:
-        return read_image(path, background)
+        yield
     except FileNotFoundError:
-        raise UserError(f"{flag} {path} does not exist; pass the path of a picture") from None
+        raise UserError(f"{flag} {path} does not exist; pass the path of a {what}") from None
     except UNREADABLE as error:
         raise UserError(
             f"{flag} {path} is not a readable picture ({error}); save it as an 8-bit PNG of usual size, or pass another"

@@ -75,7 +75,6 @@ class State:
     known: Tensor | None  # [B, N, C]
     keep: Tensor | None  # [B, N] bool
     sizes: list[int]  # places that the encoder reads in every iteration
-    masked: bool  # it may read hidden ones among them
     widths: list[int]  # places that the head walks
     walks: list[tuple[int, tuple[bool, ...]]]  # of every iteration: first row of its table, whether steps draw
     turn: int  # iteration, as far as the host's walk is concerned
@@ -124,7 +123,6 @@ class Masked(Sampler):
             known=known,
             keep=keep,
             sizes=[bucket(min(d + most, n), n, self.config.buckets) for d in done],
-            masked=keep is not None or self.config.buckets is not None,
             widths=[bucket(count, max(counts), self.config.buckets) for count in counts],
             walks=[(start, w.noisy) for start, w in zip(first, walks, strict=True)],
             turn=0,
@@ -138,11 +136,13 @@ class Masked(Sampler):
         rank = torch.arange(n, device=done.device).unsqueeze(0)
         size = state.sizes[state.turn % len(state.sizes)]
         seen = state.seen[:, :size]
-        shown = state.rank[:, :size] < done  # [B, E]
-        if state.keep is not None:
-            shown = shown | state.keep.gather(1, seen)
+        level = None  # without padding and given tokens nothing is hidden
+        if self.config.buckets is not None or state.keep is not None:
+            shown = state.rank[:, :size] < done  # [B, E]
+            if state.keep is not None:
+                shown = shown | state.keep.gather(1, seen)
+            level = (~shown).float() - 1
         at = state.order.index_select(1, ((done + rank[0, :width]) % n))  # [B, W] wraps round where the set is smaller
-        level = (~shown).float() - 1 if state.masked else None
         h = state.hidden(taken(state.tokens, seen), seen, level, at)  # [K, B, W, D]
         start, noisy = state.walks[state.turn % len(state.walks)]
         law, channels = state.law(h, guided.expand_as(at)), state.tokens.shape[-1]
