@@ -16,18 +16,28 @@ from torch.multiprocessing import start_processes
 ROOT = Path(__file__).parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["visgen.train.main", "visgen.train.shards", "accelerate.commands.launch", "torch._dynamo"]
+    ["visgen.train.main", "visgen.train.shards", "accelerate.commands.launch", "torch._dynamo", "diffusers"]
 )
 
 
-def launch_pair(script: Path, *argv: str, config: str = "cpu2.yaml", seconds: float = 240) -> None:
+def launch_pair(script: Path, *argv: str, config: str = "cpu2.yaml") -> None:
     """`accelerate launch --config_file configs/accelerate/CONFIG SCRIPT ARGV`; both processes must end well."""
+    end_pair(start_pair(script, *argv, config=config))
+
+
+def start_pair(script: Path, *argv: str, config: str = "cpu2.yaml") -> list[Any]:
+    """The two processes of `launch_pair`, under way."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [SERVER.Process(target=_run, args=(rank, port, config, str(script), argv)) for rank in range(2)]
     for process in processes:
         process.start()
+    return processes
+
+
+def end_pair(processes: list[Any], seconds: float = 240) -> None:
+    """Waits for them; if one fails, the other is killed."""
     until = time.monotonic() + seconds
     while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < until:
         connection.wait([p.sentinel for p in processes if p.is_alive()], timeout=1)

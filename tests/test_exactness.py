@@ -184,7 +184,13 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
     assert code == 1 and not said["pass"] and said["enumeration_max_tv"] < 1e-12
 
 
-@pytest.mark.parametrize("flags", ["sjd --sampler.window 1", "speculative --sampler.length 1 --sampler.threshold 0"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "sjd --sampler.window 1",
+        pytest.param("speculative --sampler.length 1 --sampler.threshold 0", marks=pytest.mark.slow),
+    ],
+)
 def test_settings_that_draw_in_step_are_proved_too(prove: Callable[..., tuple[int, Any]], flags: str) -> None:
     code, said = prove("--draws", "10000", "--sampler.kind", *flags.split())
     assert code == 0 and said["pass"] and said["equalities"] == "3/3"

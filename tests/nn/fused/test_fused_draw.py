@@ -45,12 +45,11 @@ def law(vocab: int, dtype: torch.dtype, warp: Warp, known: bool, branches: int =
 @pytest.mark.parametrize("vocab", [300, 5])
 def test_the_same_tokens_as_step_by_step(vocab: int, warp: Warp) -> None:
     noise = Noise(SEEDS)
-    for dtype in (torch.float32, torch.bfloat16):
-        for known, branches in ((False, 2), (True, 1)):
-            found, index = law(vocab, dtype, warp, known, branches)
-            slow = found.draw(noise, index, Stream.TOKEN)
-            found.fused = True
-            assert torch.equal(found.draw(noise, index, Stream.TOKEN), slow), (dtype, known, branches)
+    for dtype, known, branches in ((torch.float32, True, 1), (torch.bfloat16, False, 2)):
+        found, index = law(vocab, dtype, warp, known, branches)
+        slow = found.draw(noise, index, Stream.TOKEN)
+        found.fused = True
+        assert torch.equal(found.draw(noise, index, Stream.TOKEN), slow), (dtype, known, branches)
 
 
 def test_another_stream_is_other_noise() -> None:
