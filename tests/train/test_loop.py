@@ -183,7 +183,7 @@ def test_run_directory(whole, tmp_path):
     described = checkpoint.read_metadata(whole / "step_0000006" / "model.safetensors")
     assert json.loads(described["config"])["kind"] == "toy" and json.loads(described["classes"]) == ["a", "b"]
     with Image.open(whole / "previews" / "step_0000006.png") as image:
-        assert image.size == (4 * 6 + 2, 4 * 6 + 2)
+        assert image.size == (32 * (4 * 6 + 2),) * 2, "4 pixels are shown as 128"
     assert metrics(whole)[-1]["epoch"] == pytest.approx(48 / 40)
     config = program.configs.load(program.TrainConfig, [str(whole / "config.yaml")])
     assert config.loop.out == str(whole) and config.objective.dropout == 0.3

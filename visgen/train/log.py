@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from torchvision.utils import make_grid
 
 from visgen.config import UserError
+from visgen.metrics.images import to_uint8
+from visgen.pictures import grid
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,13 @@ class Log:
             self.console.print(f"step {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
 
     def images(self, step: int, images: Tensor) -> None:
-        """Writes images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`."""
+        """Writes images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`, small ones enlarged."""
         if not self.main:
             return
         path = self.run / "previews" / f"step_{step:07d}.png"
         path.parent.mkdir(exist_ok=True)
-        grid = make_grid(images.float().cpu().clamp(-1, 1), nrow=math.ceil(math.sqrt(len(images))), pad_value=1.0)
-        array = ((grid + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        Image.fromarray(array).save(path)
+        columns = math.ceil(math.sqrt(len(images)))
+        Image.fromarray(grid(to_uint8(images).cpu(), columns)).save(path)
         if self.wandb is not None:
             import wandb
 
