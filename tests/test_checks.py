@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
@@ -36,6 +36,7 @@ class Values:
     inner: Inner = field(default_factory=Inner)
     free: tuple[float, ...] = ()
     text: str = ""
+    mode: Literal["auto", "fast"] = "auto"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,10 @@ def test_what_lies_within(values: dict[str, Any]) -> None:
         ({"many": (1, 2, 0)}, "x.many[2] is 0; it must be at least 1"),
         ({"perhaps": (0.0, 2.0)}, "x.perhaps[1] is 2.0; it must be within [0, 1]"),
         ({"inner": Inner(-1.0)}, "x.inner.rate is -1.0; it must be within [0, 1)"),
+        ({"positive": 1.5}, "x.positive is 1.5; it must be a whole number"),
+        ({"share": "0.5"}, "x.share is '0.5'; it must be a number"),
+        ({"optional": "none"}, "x.optional is 'none'; it must be a whole number or None"),
+        ({"mode": "fats"}, "x.mode is 'fats'; it must be auto or fast"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import socket
@@ -22,6 +23,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import Generator, stream
+from visgen.images import pooled
 from visgen.metrics.images import to_uint8
 from visgen.samplers.ar import AR, Config
 from visgen.sampling import EngineConfig, SamplingConfig
@@ -295,8 +297,18 @@ def test_known_pixels_that_do_not_fit(generator: Generator) -> None:
         assert message.startswith(f"known pixels {shape} and mask [1, 16, 16] must be [B, 3, 16, 16] and [B, 16, 16]")
     whole = (picture() * 127).byte()
     assert "known pixels are torch.uint8; give floats" in refused(lambda: generator.sample([0], known=(whole, mask)))
+    assert "lie within nan" in refused(lambda: generator.sample([0], known=(picture() * math.nan, mask)))
+    message = refused(lambda: generator.sample([0], known=generator.sample([0]).pil() * 2))
+    assert message.startswith(
+        "known is of Image, Image; give (pixels [B, 3, 16, 16] in [-1, 1], mask [B, 16, 16] bool)"
+    )
     message = refused(lambda: generator.sample([0] * 4, known=(picture(3), mask)))
     assert message == "3 known images and 1 masks for 4 images; give 1 or 4"
+
+
+def test_notes_of_several_batches_are_one() -> None:
+    one, other = ({"head_steps": 6, "rate": rate, "window": 4, "each": [rate]} for rate in (1.0, 2.0))
+    assert pooled([(one, 3), (other, 1)]) == {"head_steps": 12, "rate": 1.25, "window": 4, "each": [2.0]}
 
 
 def test_a_mask_that_keeps_no_token(generator: Generator) -> None:

@@ -236,7 +236,7 @@ def refused_late(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--second.map {d}/lines.png", "--second is a control beside another"),
         ("--control.image {d}/a.png --second.map {d}/white.png", "on dark; pass --second.invert"),
         ("--control.image {d}/a.png --second.map {d}/a.png", "to have the map made from it, pass it as --second.image"),
-        ("--control.image {d}/a.png --size 64", "--size must be INT INT, got '64'"),
+        ("--control.image {d}/a.png --size 64", "--size must be INT INT or None, got '64'"),
         ("--control.image {d}/a.png --control.strength -1", "must be within [0, 1000]"),
         ("--control.image {d}/a.png --control.strength 1e9", "must be within [0, 1000]"),
         ("--control.image {d}/a.png --size 100000 100000", "of memory; lower --size"),

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
@@ -56,7 +57,7 @@ Steps = Annotated[int, Range(1, 10_000)]  # of a solver, planned one by one
 
 
 def check(config: Any, where: str = "") -> None:
-    """Raises `UserError` for the first value of a config, or of one inside it, that lies outside its type's range.
+    """Raises `UserError` for the first value of a config, or of one inside it, of another type or out of its range.
 
     Args:
         where: what stands before the names of its fields, such as `optim`.
@@ -66,8 +67,35 @@ def check(config: Any, where: str = "") -> None:
         name, value = f"{where}.{field.name}".lstrip("."), getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             check(value, name)
+        elif not _fits(hints[field.name], value):
+            raise UserError(f"{name} is {value!r}; it must be {_words(hints[field.name])}")
         else:
             _check_value(hints[field.name], value, name)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value may be of this type, as far as numbers, choices and unions of them go."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(args[0], value)
+    if origin in (Union, UnionType):
+        return any(_fits(kind, value) for kind in args)
+    if origin is Literal:
+        return value in args
+    if hint in (int, float, bool, NoneType):
+        return isinstance(value, (int, float) if hint is float else hint)
+    return True
+
+
+def _words(hint: Any) -> str:
+    """Such a type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _words(args[0])
+    if origin in (Union, UnionType, Literal):
+        return " or ".join(map(str, args) if origin is Literal else map(_words, args))
+    plain = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "None"}
+    return plain.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def _check_value(hint: Any, value: Any, name: str) -> None:

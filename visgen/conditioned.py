@@ -114,7 +114,11 @@ class Conditioned:
         self.check_guidance(guidance, controlled)
         guidance, warp = self.settled(guidance, warp or Warp())
         if warp != Warp() and self.model.continuous:
-            raise UserError(f"warp {warp} filters a law over codes, this model draws vectors; leave it out")
+            given = [f"warp.{name} {value}" for name, value in vars(warp).items() if value != getattr(Warp(), name)]
+            raise UserError(
+                f"{', '.join(given)} filters a law over codes, this model draws vectors: leave filters out, and take a "
+                f"sampler of vectors, such as {self.model.backbone.sampler}"
+            )
         return guidance, warp
 
     def settled(self, guidance: Guidance, warp: Warp) -> tuple[Guidance, Warp]:
@@ -209,9 +213,16 @@ class Conditioned:
         return ids, None if prompts is None else asked, numbers
 
     @torch.inference_mode()
-    def known_tokens(self, pixels: Tensor, mask: Tensor, images: int) -> tuple[Tensor, Tensor]:
-        """Tokens [images, N] of the known pixels, or of known first frames, and which of them are kept."""
+    def known_tokens(self, known: Any, images: int) -> tuple[Tensor, Tensor]:
+        """Tokens [images, N] of known (pixels, mask), or of known first frames, and which of them are kept."""
         height, width = self.tokenizer.image_size
+        if not isinstance(known, tuple | list) or [isinstance(x, Tensor) for x in known] != [True, True]:
+            of = ", ".join(type(x).__name__ for x in known) if isinstance(known, tuple | list) else type(known).__name__
+            raise UserError(
+                f"known is of {of}; give (pixels [B, 3, {height}, {width}] in [-1, 1], mask [B, {height}, {width}] "
+                "bool), two tensors"
+            )
+        pixels, mask = known[0], known[1].bool()
         frames = pixels.shape[1:2] if pixels.ndim == 5 and self.model.grid[0] > 1 else ()
         if pixels.shape[1:] != (*frames, 3, height, width) or mask.shape[1:] != (*frames, height, width):
             raise UserError(
@@ -220,6 +231,7 @@ class Conditioned:
             )
         if not pixels.is_floating_point():
             raise UserError(f"known pixels are {pixels.dtype}; give floats in [-1, 1], as pixels / 127.5 - 1")
+        check_levels("known pixels", pixels)
         if not {len(pixels), len(mask)} <= {1, images}:
             raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
         tokens = self.tokenizer.encode(pixels.to(self.device) if frames else pixels.to(self.device).unsqueeze(1))
@@ -244,6 +256,14 @@ def _guidance(given: Guidance | float | None) -> Guidance:
     return Guidance(scale)
 
 
+def check_levels(what: str, values: Tensor) -> None:
+    """Raises `UserError` for values beyond [-1, 1], or that are no numbers."""
+    if values.numel() and not values.abs().max() <= 1 + 1e-3:
+        raise UserError(
+            f"{what} lie within {values.min():g} and {values.max():g}; give floats in [-1, 1], as levels / 127.5 - 1"
+        )
+
+
 def _check_hint(hint: Any, count: int, tokens: int) -> None:
     """Raises `UserError` unless it is a `Hint` for `count` images of so many tokens."""
     if not isinstance(hint, Hint) or not isinstance(hint.map, Tensor):
@@ -255,10 +275,7 @@ def _check_hint(hint: Any, count: int, tokens: int) -> None:
             f"control maps are {maps.dtype} {list(maps.shape)} for {count} images; give floats in "
             f"[-1, 1], 1 or {count} of them"
         )
-    if not maps.abs().max() <= 1 + 1e-3:  # nor not-a-number
-        raise UserError(
-            f"control maps lie within {maps.min():g} and {maps.max():g}; give floats in [-1, 1], as map / 127.5 - 1"
-        )
+    check_levels("control maps", maps)
     try:
         strengths = torch.as_tensor(hint.strength, dtype=torch.float64).flatten().tolist()
     except (TypeError, ValueError):

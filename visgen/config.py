@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]  # relative paths of what it sh
 
 
 def plugin(package: str, kind: str | None) -> Any:
-    """A dataclass field that holds the `Config` of one file of `package`; `kind=None` leaves it empty by default."""
+    """A dataclass field that holds the `Config` of one file of `package`; with `kind=None` it may be, and is, empty."""
     return dataclasses.field(
         default_factory=(lambda: None) if kind is None else (lambda: plugin_config(package, kind)),
         metadata={"plugin": package, "kind": kind},
@@ -237,6 +237,8 @@ def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
             if given is None and field.name not in values:
                 kind = field.metadata["kind"]
             if kind is None or (kind in ("none", "None") and "none" not in kinds(package)):
+                if field.metadata["kind"] is not None:
+                    raise UserError(f"{where}.kind is none, but one is needed; allowed: {', '.join(kinds(package))}")
                 nothing: Any = Annotated[None, tyro.conf.arg(name=f"{field.name}.kind", metavar=_choices(package))]
                 fields.append((field.name, nothing, None))
                 continue

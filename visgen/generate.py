@@ -159,7 +159,7 @@ class Generator(Conditioned):
         )
         self.check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
         engine = self._engine_for(guidance, warp, grid)
-        pinned = None if known is None else self.known_tokens(*known, len(seeds))
+        pinned = None if known is None else self.known_tokens(known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         request = Request(ids, features, seeds, pinned, hints)
         parts = self._parts(engine, built, request, on_step)

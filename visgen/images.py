@@ -24,7 +24,7 @@ class Images:
         seconds: wall time of decoding tokens and pixels.
         prompts: of every image, none where they were drawn from labels.
         rounds: [B, N] on the CPU, the evaluation, from 1, that fixed each token; an image's largest is its own NFE.
-        notes: what the sampler chose automatically or counted, of the last batch.
+        notes: what the sampler chose automatically or counted; see `pooled`.
         clips: uint8 [B, T, 3, H, W] on the CPU, of a model of clips.
     """
 
@@ -60,7 +60,23 @@ class Images:
             sum(p.nfe for p in parts),
             sum(p.seconds for p in parts),
             torch.cat([p.rounds for p in parts]),
-            parts[-1].notes,
+            pooled([(p.notes, len(p.seeds)) for p in parts]),
             prompts,
             torch.cat(clips) if clips else None,
         )
+
+
+COUNTS = ("head_steps", "teacher_evaluations")  # of a batch
+
+
+def pooled(notes: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
+    """Notes of several batches, each with its number of images, as one: counts add up, of other numbers that differ the
+    mean over images, of all else the last."""
+    found = dict(notes[-1][0])
+    for name, last in found.items():
+        values, images = zip(*((n[name], count) for n, count in notes if name in n), strict=True)
+        if name in COUNTS:
+            found[name] = sum(values)
+        elif isinstance(last, int | float) and len(set(values)) > 1:
+            found[name] = round(sum(v * n for v, n in zip(values, images, strict=True)) / sum(images), 4)
+    return found

@@ -27,7 +27,8 @@ class KnownConfig:
 
     Attributes:
         image: a picture; decoded and centre-cropped to the checkpoint's size as training images are.
-        mask: a picture of the same size, white and opaque where the image is kept; None keeps the upper half.
+        mask: a picture of the same size, white and opaque where the image is kept, of which whole tokens count; None
+            keeps the upper half.
         clip: a video or an animation whose first frames a model of clips goes on from.
         frames: how many of them.
         stride: every so many frames of the file are taken.

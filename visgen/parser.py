@@ -19,6 +19,7 @@ PLAINLY = (  # what the parser says, and how we say it
     (r"invalid literal for int\(\) with base 10: (.*)", r"\1 must be an int, got \2"),
     (r"could not convert string to float: (.*)", r"\1 must be a float, got \2"),
 )
+MISSING = r"Missing value for argument '\1', which takes \2 values, apart by spaces, without brackets or commas"
 
 
 def parse(cls: type[T], flags: list[str], prog: str | None) -> T:
@@ -42,6 +43,7 @@ def parse(cls: type[T], flags: list[str], prog: str | None) -> T:
         text = re.sub(r"For full helptext.*|Argument helptext:.*", "", text).strip()
         for said, plainly in PLAINLY:
             text = re.sub(rf"Error parsing (\S+): {said}", plainly, text)
-        text = re.sub(r" must be \{None\}\|\{?([^{}|]+?)\}?, got ", r" must be \1, got ", text)
+        text = re.sub(r" must be \{None\}\|\{?([^{}|]+?)\}?, got ", r" must be \1 or None, got ", text)
+        text = re.sub(r"Missing value for argument '(\S+)'\. Expected ([2-9]) values\.", MISSING, text)
         hint = "; YAML files stand before the flags" if re.search(r"Unrecognized.*\.ya?ml", text) else ""
         raise UserError((text or "the options could not be read; see --help") + hint) from None

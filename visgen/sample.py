@@ -20,6 +20,7 @@ from visgen.data._clips import av
 from visgen.generate import Generator, at_a_time, stream
 from visgen.hints import Given, HintConfig, check_asked, choose
 from visgen.hints import read as read_hints
+from visgen.images import pooled
 from visgen.known import KnownConfig, describe_known, known_clip, known_pixels, read_known
 from visgen.launch import Progress, writable
 from visgen.loading import load
@@ -193,7 +194,7 @@ def draw(
     sheet = Sheet(len(rows), num, [to_uint8(given[0].maps[c]) for _, c in rows] if given else [])
     for g in given:
         save_maps(g, out)
-    made, nfe, seconds, notes = 0, 0, 0.0, ""
+    made, nfe, seconds, notes = 0, 0, 0.0, []
     size = at_a_time(generator, settings, known, features, given)
 
     def progress(done: int, of: int) -> None:
@@ -207,11 +208,12 @@ def draw(
             save(images, out, about, maps, settings.fps)
             sheet.add(images)
             made, nfe, seconds = made + len(images.seeds), nfe + images.nfe, seconds + images.seconds
-            notes = "".join(f", {k} {v}" for k, v in images.notes.items() if isinstance(v, int | float))
+            notes.append((images.notes, len(images.seeds)))
+    told = "".join(f", {k} {v}" for k, v in pooled(notes).items() if isinstance(v, int | float))
     sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
-    said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{notes})"
+    said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{told})"
     return f"{said} -> {out}/grid.png{beside}"
 
 

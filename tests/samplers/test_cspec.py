@@ -239,6 +239,13 @@ def test_a_draft_model_of_other_latents_is_refused(model: Model, tmp_path: Path)
         engine.run(sampler(draft=draft), Noise(SEEDS))
 
 
+def test_a_draft_model_of_the_same_latents_drafts_at_other_sizes(model: Model, tmp_path: Path) -> None:
+    draft, engine = written(tmp_path, model, tokenizer="b" * 64), Engine(model.at((1, 4, 3)), tokenizer="b" * 12)
+    engine.begin({"label": LABELS})
+    found = engine.run(sampler(draft=draft), Noise(SEEDS))
+    assert found.tokens.shape[1] == 12 and set(found.notes["acceptance"]) == {1.0}, "it is the model itself"
+
+
 def test_a_draft_model_that_cannot_be_guided_alike_is_refused(model: Model, make_causal: Make, tmp_path: Path) -> None:
     engine = Engine(model, GUIDED)
     engine.once(("draft", None), lambda: Engine(model, Guidance(2.0)))

@@ -14,7 +14,7 @@ from visgen.data.synthetic import Config, Synthetic
 from visgen.model import ModelConfig
 from visgen.objectives import next_token
 from visgen.train import main as program
-from visgen.train.held_out import held_out_losses
+from visgen.train.held_out import held_out_losses, spaced
 from visgen.train.main import TrainConfig
 
 
@@ -31,6 +31,14 @@ def test_every_sample_weighs_the_same_whatever_the_batch():
     for batch in (1, 5, 23, 64):
         found = held_out_losses(Counting(), torch.nn.Identity(), data, 100, batch, torch.device("cpu"))
         assert found == {"held_out/label": pytest.approx(truth, abs=1e-6)}
+
+
+def test_a_part_has_all_classes_though_they_alternate():
+    data = Synthetic(Config(image_size=8, n_held_out=1024), "held_out")
+    index = spaced(data, 32)
+    assert len(set(index)) == 32 and [i // 32 for i in index] == list(range(32))
+    classes = data.get_many(index)["label"].bincount(minlength=4)
+    assert classes.min() >= 4 and spaced(data, 2000) == list(range(1024))
 
 
 def test_training_does_not_notice_and_the_log_has_the_line(tmp_path):

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from visgen.config import UserError, load
-from visgen.data._emoji_concepts import CATEGORIES, normalise, read_labels
+from visgen.data._emoji_concepts import CATEGORIES, normalise, read_labels, toned
 from visgen.data._images import UNREADABLE, read_image
 
 Style = Literal["fluent", "noto", "twemoji"]
@@ -110,9 +110,10 @@ def build_set(config: BuildConfig, roots: dict[str, Path]) -> None:
 
 
 def _row(row: dict[str, Any], subcategories: Sequence[str]) -> list[Any]:
-    """[name, category, subcategory, concept, [code without skin tone, codes with skin tones ...]]"""
-    category = CATEGORIES.index(row["category"])
-    return [row["name"], category, subcategories.index(row["subcategory"]), row["concept"], row["codes"]]
+    """[name, category, subcategory, concept, codes]: a list, or one that stands for itself and its five skin tones."""
+    category, codes = CATEGORIES.index(row["category"]), row["codes"]
+    short = codes[0] if codes == toned(codes[0]) else codes
+    return [row["name"], category, subcategories.index(row["subcategory"]), row["concept"], short]
 
 
 def _compact(value: Any) -> str:

@@ -28,7 +28,7 @@ from visgen.checks import Share
 from visgen.config import REPOSITORY, UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
-from visgen.data._emoji_concepts import CATEGORIES, TONES
+from visgen.data._emoji_concepts import CATEGORIES, TONES, toned
 from visgen.data._images import UNREADABLE
 
 # A mirror image of these is wrong: lettering, numbers, clocks, maps, flags.
@@ -203,7 +203,8 @@ class _Table:
     """The labels of an index, one entry per code: an emoji without skin tone, then its skin tones."""
 
     def __init__(self, index: dict[str, Any]) -> None:
-        rows = [(*row[:4], code) for row in index["emoji"] for code in row[4]]
+        codes = [toned(row[4]) if isinstance(row[4], str) else row[4] for row in index["emoji"]]
+        rows = [(*row[:4], code) for row, each in zip(index["emoji"], codes, strict=True) for code in each]
         self.subcategory_names: list[str] = index["subcategories"]
         self.codes = [code for *_, code in rows]
         self.names = [name + _tone(code) for name, *_, code in rows]

@@ -59,8 +59,7 @@ def _resizes(model: Any, tokenizer: str | None, engine: Engine) -> bool:
     """Whether a draft model of another grid may draft here as the model itself does at a size of its own."""
     most = getattr(model.config.backbone, "rope_columns", None)
     return (
-        not engine.continuous
-        and tokenizer is not None
+        tokenizer is not None
         and tokenizer == engine.tokenizer
         and model.grid[0] == engine.grid[0]
         and (most is None or engine.tokens <= most**2)

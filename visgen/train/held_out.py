@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from visgen import run_files
 from visgen.data import Data, Samples, to_batch
 from visgen.objectives import Objective
 
+GOLDEN = (math.sqrt(5) - 1) / 2
+
 
 @torch.no_grad()
 def held_out_losses(
     objective: Objective, model: nn.Module, data: Data, samples: int, batch: int, device: torch.device
 ) -> dict[str, float]:
-    """Means of `objective.held_out(model, batch)` over evenly spaced plain samples of `data`; draws no random number.
+    """Means of `objective.held_out(model, batch)` over plain samples of `data`, `spaced`; draws no random number.
 
     Args:
         model: the average of the exported module, in eval mode.
@@ -86,6 +89,7 @@ def preview_batch(data: Data, count: int, seed: int) -> dict[str, Tensor]:
 
 
 def spaced(data: Data, count: int) -> list[int]:
-    """At most `count` evenly spaced indices of `data`."""
+    """At most `count` indices of `data`, one of each of as many parts, at no regular step: classes may alternate."""
     count = min(count, len(data))
-    return [i * len(data) // count for i in range(count)]
+    edges = [i * len(data) // count for i in range(count + 1)]
+    return [a + int((b - a) * (i * GOLDEN % 1)) for i, (a, b) in enumerate(pairwise(edges))]
