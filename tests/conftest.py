@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # trainings here are compared bit by bit, over processes too
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `import reference`
 
 import interpreter

@@ -16,7 +16,7 @@ from torch.multiprocessing import start_processes
 ROOT = Path(__file__).parents[1]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["visgen.train.main", "visgen.train.shards", "accelerate.commands.launch", "torch._dynamo", "diffusers"]
+    ["visgen.train.main", "visgen.train.shards", "accelerate.commands.launch", "torch._dynamo"]
 )
 
 

@@ -49,7 +49,7 @@ def test_a_run_samples_by_its_own_sampler(trained: Path) -> None:
     generator = visgen.load(str(trained), device="cpu", batch=2)
     images = generator.sample([0, 1, 2], seeds=[5, 6, 7], guidance=1.5, sampler=SAMPLER)
     assert images.pixels.shape == (3, 3, 16, 16) and images.tokens.shape == (3, 16, 16)
-    assert images.notes == {"head_steps": 12} and images.nfe == 8
+    assert images.notes == {"head_steps": 24} and images.nfe == 8
     alone = generator.sample([2], seeds=[7], guidance=1.5, sampler=SAMPLER)
     assert torch.allclose(alone.tokens[0], images.tokens[2], rtol=1e-3, atol=1e-3)
     assert generator.model.backbone.sampler == "masked" and generator.sample([1]).notes == {"head_steps": 1600}

@@ -56,7 +56,8 @@ def test_writes_a_grid_and_single_pictures_with_their_settings(
     generator = visgen.load(str(checkpoint_dir), device="cpu")
     guidance, warp = Guidance(2.0, schedule="linear"), Warp(top_k=9)
     expected = generator.sample([found["label"]], [found["seed"]], guidance, warp).pixels[0]
-    assert np.array_equal(np.array(Image.open(out / "0000_000044.png")).transpose(2, 0, 1), expected.numpy())
+    written = np.array(Image.open(out / "0000_000044.png")).transpose(2, 0, 1).astype(int)
+    assert abs(written - expected.numpy()).max() <= 1, "another batch may differ by a level"
 
     printed = capsys.readouterr()
     assert "6 images in" in printed.out and "images/s, NFE 64)" in printed.out and str(out / "grid.png") in printed.out

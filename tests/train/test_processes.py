@@ -188,6 +188,7 @@ def test_compiled_equals_eager(tmp_path, precision):
 def test_no_host_read_in_a_step(tmp_path, monkeypatch, precision):
     from visgen.train import loop as loops
 
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     real = loops.train_step
 
     def strict(state, batches, step):

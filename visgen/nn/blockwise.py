@@ -19,6 +19,7 @@ from visgen.nn.cache import KVCache, write
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [R, H, W, d] -> [R, H, W, d]
 Kernel = Literal["auto", "flex", "dense"]
+LEAST = 16  # channels of a head that FlexAttention's kernels take
 TILE = 128  # queries, and keys, that FlexAttention takes or leaves together
 
 

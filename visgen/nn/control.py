@@ -117,7 +117,7 @@ class ControlEncoder(nn.Module):
             )
         import timm
 
-        given = {"file": str(path), "hf_hub_id": None}
+        given = {"file": str(path), "hf_hub_id": None, "custom_load": False}
         try:
             made = timm.create_model(self.config.name, pretrained=True, num_classes=0, pretrained_cfg_overlay=given)
         except Exception as error:  # whatever a foreign file makes the loader raise
