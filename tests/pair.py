@@ -25,12 +25,12 @@ def launch_pair(script: Path, *argv: str, config: str = "cpu2.yaml") -> None:
     end_pair(start_pair(script, *argv, config=config))
 
 
-def start_pair(script: Path, *argv: str, config: str = "cpu2.yaml") -> list[Any]:
-    """The two processes of `launch_pair`, under way."""
+def start_pair(script: Path, *argv: str, config: str = "cpu2.yaml", said: Path | None = None) -> list[Any]:
+    """The two processes of `launch_pair`, under way; what they say goes to the file `said`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [SERVER.Process(target=_run, args=(rank, port, config, str(script), argv)) for rank in range(2)]
+    processes = [SERVER.Process(target=_run, args=(rank, port, config, str(script), argv, said)) for rank in range(2)]
     for process in processes:
         process.start()
     return processes
@@ -53,11 +53,13 @@ def spawn_pair(work: Callable[..., None], *args: Any) -> None:
     start_processes(work, args, nprocs=2, start_method="forkserver")
 
 
-def _run(rank: int, port: int, config: str, script: str, argv: tuple[str, ...]) -> None:
+def _run(rank: int, port: int, config: str, script: str, argv: tuple[str, ...], said: Path | None) -> None:
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
+    if said is not None:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
     os.chdir(ROOT)
     for name in [k for k in os.environ if k.startswith("WANDB_")]:

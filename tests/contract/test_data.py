@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from visgen.checks import check
 from visgen.config import UserError, build, plugin_config
 from visgen.data import Data, Samples, Split, captions, codes, pairs, to_batch
 
@@ -143,10 +144,13 @@ def source(kind: str, small: Callable[..., Any], tmp_path: Path) -> Open:
         config = small(PACKAGE, kind, **MAKERS[kind](tmp_path), **AUGMENTED)
         return lambda split="train": build(config, split)
 
+    config = small(PACKAGE, kind, **AUGMENTED)
+    check(config, "data")
+
     def open_split(split: Split = "train") -> Data:
         try:
             if (kind, split) not in kept:
-                kept[kind, split] = build(small(PACKAGE, kind, **AUGMENTED), split)
+                kept[kind, split] = build(config, split)
             return kept[kind, split]
         except UserError as error:
             pytest.skip(f"{kind} needs files that are not here: {error}")

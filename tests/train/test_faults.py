@@ -159,15 +159,15 @@ def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
     assert "SIGINT: step " in said and len(run_files.find_steps(tmp_path / "run")) == 1
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path, capfd):
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path):
     flags = (*NOISY, "--loop.steps", "100000", "--loop.save-every", "100000", "--loop.out", str(tmp_path / "run"))
-    pair = start_pair(HERE / "toy.py", *flags, "--objective.trace", str(tmp_path))
+    pair = start_pair(HERE / "toy.py", *flags, "--objective.trace", str(tmp_path), said=tmp_path / "said.txt")
     until = time.monotonic() + 120
     while lines(tmp_path / "rank1.txt") < 6 and all(p.is_alive() for p in pair) and time.monotonic() < until:
         time.sleep(0.005)
     os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGTERM)
     end_pair(pair)
-    said = capfd.readouterr().err
+    said = (tmp_path / "said.txt").read_text()
     saved = run_files.find_steps(tmp_path / "run")
     assert len(saved) == 1 and f"a signal to another process: step {int(saved[0].name[5:])} is saved" in said
     assert lines(tmp_path / "rank0.txt") == lines(tmp_path / "rank1.txt")

@@ -30,14 +30,6 @@ CATEGORIES = (
     "Flags",
 )  # of Unicode; the tenth, Component, holds skin-tone swatches and is left out
 TONES = {"1f3fb": "light", "1f3fc": "medium-light", "1f3fd": "medium", "1f3fe": "medium-dark", "1f3ff": "dark"}
-
-
-def toned(code: str) -> list[str]:
-    """A code without skin tone, and the five that have one behind its first point."""
-    first, *rest = code.split("-")
-    return [code, *("-".join([first, tone, *(p for p in rest if p != "fe0f")]) for tone in TONES)]
-
-
 HELD_OUT = 0.1  # share of the concepts of each category
 HELD_OUT_CODES = 40  # the most that a held-out concept may have
 
@@ -120,6 +112,12 @@ DROPPED = re.compile(
     r"|FACING|FRONT|ONCOMING|OPEN|CLOSED|RED|ORANGE|YELLOW|GREEN|BLUE|PURPLE|BROWN|BLACK|WHITE|PINK|GREY|HEAVY|LARGE"
     r"|SMALL|MEDIUM)\b"
 )
+
+
+def toned(code: str) -> list[str]:
+    """A code without skin tone, and the five that have one behind its first point."""
+    first, *rest = code.split("-")
+    return [code, *("-".join([first, tone, *(p for p in rest if p != "fe0f")]) for tone in TONES)]
 
 
 def read_labels(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
