@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 
 from visgen.checks import Natural, Positive, Range, Rate, Scale, Seed, Share, UserError, Weight, check
@@ -46,6 +47,7 @@ class Values:
         {"seed": 2**63 - 1, "share": 0.0, "optional": 3, "many": (5,), "perhaps": (0.0, 1.0), "rate": 1 - 1e-9},
         {"free": (math.nan, -1.0), "text": "-1"},
         {"positive": 10**400},
+        {"positive": np.int64(3), "share": np.float32(0.5)},
     ],
 )
 def test_what_lies_within(values: dict[str, Any]) -> None:
@@ -70,6 +72,7 @@ def test_what_lies_within(values: dict[str, Any]) -> None:
         ({"many": (1, 2, 0)}, "x.many[2] is 0; it must be at least 1"),
         ({"perhaps": (0.0, 2.0)}, "x.perhaps[1] is 2.0; it must be within [0, 1]"),
         ({"inner": Inner(-1.0)}, "x.inner.rate is -1.0; it must be within [0, 1)"),
+        ({"positive": np.int64(0)}, "x.positive is 0; it must be at least 1"),
         ({"positive": 1.5}, "x.positive is 1.5; it must be a whole number"),
         ({"share": "0.5"}, "x.share is '0.5'; it must be a number"),
         ({"optional": "none"}, "x.optional is 'none'; it must be a whole number or None"),

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -31,7 +32,7 @@ class Range:
     high: float = math.inf
     ends: str = "[]"
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: Any) -> bool:
         low = self.low < value if self.ends[0] == "(" else self.low <= value
         high = value < self.high if self.ends[1] == ")" else value <= self.high
         return low and high and value < math.inf  # false for nan
@@ -82,9 +83,8 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(kind, value) for kind in args)
     if origin is Literal:
         return value in args
-    if hint in (int, float, bool, NoneType):
-        return isinstance(value, (int, float) if hint is float else hint)
-    return True
+    of = {int: Integral, float: Real, bool: bool, NoneType: NoneType}.get(hint)  # NumPy's numbers too
+    return of is None or isinstance(value, of)
 
 
 def _words(hint: Any) -> str:
@@ -106,10 +106,11 @@ def _check_value(hint: Any, value: Any, name: str) -> None:
             for i, (kind, item) in enumerate(zip(kinds, value, strict=True)):
                 _check_value(kind, item, f"{name}[{i}]")
         return
-    what, number = ("the number of its values", len(value)) if isinstance(value, tuple) else ("it", value)
+    number: Any = len(value) if isinstance(value, tuple) else value
+    what = "the number of its values" if isinstance(value, tuple) else "it"
     for part in args:  # of an annotation or a union
         if not isinstance(part, Range):
             _check_value(part, value, name)
-        elif isinstance(number, int | float) and number not in part:
+        elif isinstance(number, Real) and number not in part:
             finite = "" if number < math.inf else "finite and "
             raise UserError(f"{name} is {value}; {what} must be {finite}{part}")
