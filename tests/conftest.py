@@ -371,9 +371,8 @@ def _shrunk(config: Any, values: dict[str, Any]) -> Any:
     changed = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in values or (
-            field.name in SMALL and not isinstance(value, str)
-        ):  # `classes: category` is no number
+        shrinks = field.name in SMALL and not isinstance(value, str)  # `classes: category` is no number
+        if field.name in values or shrinks:
             changed[field.name] = values.get(field.name, SMALL.get(field.name))
         elif dataclasses.is_dataclass(value):
             changed[field.name] = _shrunk(value, values)

@@ -216,13 +216,14 @@ class Conditioned:
     def known_tokens(self, known: Any, images: int) -> tuple[Tensor, Tensor]:
         """Tokens [images, N] of known (pixels, mask), or of known first frames, and which of them are kept."""
         height, width = self.tokenizer.image_size
-        if not isinstance(known, tuple | list) or [isinstance(x, Tensor) for x in known] != [True, True]:
-            of = ", ".join(type(x).__name__ for x in known) if isinstance(known, tuple | list) else type(known).__name__
+        given = known if isinstance(known, tuple | list) else (known,)
+        if len(given) != 2 or not all(isinstance(x, Tensor) for x in given):
+            of = ", ".join(type(x).__name__ for x in given)
             raise UserError(
                 f"known is of {of}; give (pixels [B, 3, {height}, {width}] in [-1, 1], mask [B, {height}, {width}] "
                 "bool), two tensors"
             )
-        pixels, mask = known[0], known[1].bool()
+        pixels, mask = given[0], given[1].bool()
         frames = pixels.shape[1:2] if pixels.ndim == 5 and self.model.grid[0] > 1 else ()
         if pixels.shape[1:] != (*frames, 3, height, width) or mask.shape[1:] != (*frames, height, width):
             raise UserError(
@@ -231,7 +232,7 @@ class Conditioned:
             )
         if not pixels.is_floating_point():
             raise UserError(f"known pixels are {pixels.dtype}; give floats in [-1, 1], as pixels / 127.5 - 1")
-        check_levels("known pixels", pixels)
+        _check_levels("known pixels", pixels)
         if not {len(pixels), len(mask)} <= {1, images}:
             raise UserError(f"{len(pixels)} known images and {len(mask)} masks for {images} images; give 1 or {images}")
         tokens = self.tokenizer.encode(pixels.to(self.device) if frames else pixels.to(self.device).unsqueeze(1))
@@ -256,7 +257,7 @@ def _guidance(given: Guidance | float | None) -> Guidance:
     return Guidance(scale)
 
 
-def check_levels(what: str, values: Tensor) -> None:
+def _check_levels(what: str, values: Tensor) -> None:
     """Raises `UserError` for values beyond [-1, 1], or that are no numbers."""
     if values.numel() and not values.abs().max() <= 1 + 1e-3:
         raise UserError(
@@ -275,7 +276,7 @@ def _check_hint(hint: Any, count: int, tokens: int) -> None:
             f"control maps are {maps.dtype} {list(maps.shape)} for {count} images; give floats in "
             f"[-1, 1], 1 or {count} of them"
         )
-    check_levels("control maps", maps)
+    _check_levels("control maps", maps)
     try:
         strengths = torch.as_tensor(hint.strength, dtype=torch.float64).flatten().tolist()
     except (TypeError, ValueError):

@@ -34,10 +34,10 @@ def start(*words, **environment):
     return subprocess.Popen([sys.executable, *words], env=env, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def wait_for(process, condition, seconds=120):
+def wait_for(condition, alive, said, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stderr.read()[-3000:]
+        assert alive(), said()[-3000:]
         assert time.monotonic() < until, "nothing happened"
         time.sleep(0.005)
 
@@ -152,7 +152,7 @@ def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
         f"runpy.run_path({str(HERE / 'toy.py')!r}, run_name='__main__')"
     )
     with start("-c", script, TOY_PAUSE="0.01", PYTHONPATH=str(HERE)) as process:
-        wait_for(process, lambda: lines(tmp_path / "rank0.txt") > 3)
+        wait_for(lambda: lines(tmp_path / "rank0.txt") > 3, lambda: process.poll() is None, process.stderr.read)
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read()
     assert process.returncode == 0, said[-2000:]
@@ -161,15 +161,15 @@ def test_readers_do_not_get_the_signals_of_the_group(tmp_path):
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(tmp_path):
     flags = (*NOISY, "--loop.steps", "100000", "--loop.save-every", "100000", "--loop.out", str(tmp_path / "run"))
-    pair = start_pair(HERE / "toy.py", *flags, "--objective.trace", str(tmp_path), said=tmp_path / "said.txt")
-    until = time.monotonic() + 120
-    while lines(tmp_path / "rank1.txt") < 6 and all(p.is_alive() for p in pair) and time.monotonic() < until:
-        time.sleep(0.005)
+    said = tmp_path / "said.txt"
+    pair = start_pair(HERE / "toy.py", *flags, "--objective.trace", str(tmp_path), said=said)
+    wait_for(lambda: lines(tmp_path / "rank1.txt") > 5, lambda: all(p.is_alive() for p in pair), said.read_text)
     os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGTERM)
     end_pair(pair)
-    said = (tmp_path / "said.txt").read_text()
     saved = run_files.find_steps(tmp_path / "run")
-    assert len(saved) == 1 and f"a signal to another process: step {int(saved[0].name[5:])} is saved" in said
+    assert (
+        len(saved) == 1 and f"a signal to another process: step {int(saved[0].name[5:])} is saved" in said.read_text()
+    )
     assert lines(tmp_path / "rank0.txt") == lines(tmp_path / "rank1.txt")
 
 
@@ -177,7 +177,7 @@ def test_a_dead_process_ends_the_job_with_its_log(tmp_path):
     flags = (*NOISY, "--loop.steps", "100000", "--loop.save-every", "4", "--loop.out", str(tmp_path / "run"))
     words = (*ACCELERATE, "--main_process_port", "0", str(HERE / "toy.py"), *flags, "--objective.trace", str(tmp_path))
     with start(*words, TOY_PAUSE="0.01") as process:
-        wait_for(process, lambda: lines(tmp_path / "rank1.txt") > 9)
+        wait_for(lambda: lines(tmp_path / "rank1.txt") > 9, lambda: process.poll() is None, process.stderr.read)
         dead = int((tmp_path / "rank1.pid").read_text())
         os.kill(dead, signal.SIGKILL)
         try:
@@ -202,7 +202,7 @@ def test_twenty_kills_change_nothing(tmp_path):
         turns = rng.randint(2, 9)
         with start(*words, TOY_PAUSE="0.01") as process:
             if kills < 20:
-                wait_for(process, lambda: lines(trace) >= turns)  # noqa: B023
+                wait_for(lambda: lines(trace) >= turns, lambda: process.poll() is None, process.stderr.read)  # noqa: B023
                 time.sleep(rng.uniform(0, 0.05))
                 process.kill()
                 kills += 1

@@ -24,7 +24,7 @@ from visgen.conditions import Prefix
 from visgen.config import UserError
 from visgen.layout import Grid, Layout
 from visgen.nn.attention import check_heads
-from visgen.nn.blockwise import LEAST, Attend, BlockCache, Kernel, Streams
+from visgen.nn.blockwise import Attend, BlockCache, Kernel, Streams
 from visgen.nn.cache import KVCache
 from visgen.nn.diffusion import sinusoids
 from visgen.nn.norm import RMSNorm
@@ -84,9 +84,7 @@ class ACDiT(Backbone):
         self.split = axis_split(head_dim, len(self.axes))
         self.bases = [config.rope_base or axis_base(layout.grid[a]) for a in self.axes]
         self.register_buffer("coords", layout.coords, persistent=False)
-        small = config.attention == "auto" and head_dim < LEAST
-        self.attention: Kernel = "dense" if small else config.attention
-        self.streams = Streams(layout, self.attention)
+        self.streams = Streams(layout, config.attention, head_dim)
         self.embed = nn.Linear(vocab, config.width, bias=False)
         self.time = nn.Sequential(
             nn.Linear(FREQUENCIES, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
@@ -159,7 +157,7 @@ class ACDiT(Backbone):
         """A cache for `rows` images that denoises with blocks - 1 clean ones before it."""
         head_dim = self.width // self.config.heads
         sizes = self.config.layers, rows, self.config.heads, head_dim, self.layout.block
-        return BlockCache(*sizes, blocks, branches, device, dtype, self.attention)
+        return BlockCache(*sizes, blocks, branches, device, dtype, self.config.attention)
 
     def _init(self) -> None:
         """Xavier for every matrix, N(0, 0.02) for the embedding of time, zero for modulations (DiT, section 3.2)."""

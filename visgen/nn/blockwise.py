@@ -28,11 +28,12 @@ class Streams:
 
     Args:
         kernel: flex skips what the mask leaves out (FlexAttention, compiled); dense is plain attention under a mask;
-            auto is flex on a GPU.
+            auto is flex on a GPU for heads that its kernels take.
+        head_dim: channels of a head.
     """
 
-    def __init__(self, layout: Layout, kernel: Kernel = "auto") -> None:
-        self.layout, self.kernel = layout, kernel
+    def __init__(self, layout: Layout, kernel: Kernel, head_dim: int) -> None:
+        self.layout, self.kernel, self.head_dim = layout, kernel, head_dim
         self.device: torch.device | None = None
         self.mask: Any = None  # [S, S] bool, or FlexAttention's
         self.flex: Any = None  # FlexAttention, where it is used
@@ -40,7 +41,7 @@ class Streams:
     def prepare(self, device: torch.device) -> None:
         """Makes the mask where it is not there already. A training step does so before the compiled forward."""
         if self.device != device:
-            flexes = _flexes(self.kernel, device)
+            flexes = _flexes(self.kernel, device, self.head_dim)
             self.mask = self._blocks(device) if flexes else self._dense(device)
             self.device, self.flex = device, _flex(device) if flexes else None
 
@@ -68,8 +69,8 @@ class Streams:
         return create_block_mask(allowed, None, None, layout.slots, layout.slots, device=device)
 
 
-def _flexes(kernel: Kernel, device: torch.device) -> bool:
-    return kernel == "flex" or (kernel == "auto" and device.type == "cuda")
+def _flexes(kernel: Kernel, device: torch.device, head_dim: int) -> bool:
+    return kernel == "flex" or (kernel == "auto" and device.type == "cuda" and head_dim >= LEAST)
 
 
 def _flex(device: torch.device) -> Any:
@@ -115,7 +116,8 @@ class BlockCache(KVCache):
     ) -> None:
         super().__init__(layers, rows, heads, (blocks + branches - 1) * block, head_dim, device, dtype)
         self.rows, self.block, self.blocks, self.branches = rows, block, blocks, branches
-        self.tiled = _Tiled(self) if _flexes(kernel, self.keys.device) and block % TILE == 0 else None
+        flexes = _flexes(kernel, self.keys.device, head_dim)
+        self.tiled = _Tiled(self) if flexes and block % TILE == 0 else None
 
     def window(self, pos: Tensor) -> list[Attend]:
         """Attention, by layer, of one block of all rows (row r is image r modulo `rows`), whose slots are pos [1, W].

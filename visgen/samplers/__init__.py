@@ -58,5 +58,8 @@ class Sampler(ABC):
         return []
 
     def notes(self, state: Any) -> dict[str, Any]:
-        """What a record of this decode should say: choices made automatically, counts. Called once it is over."""
+        """What a record of this decode should say: choices made automatically, counts. Called once it is over.
+
+        Of several batches their mean is told; a count that adds up instead is named in `visgen.images.COUNTS`.
+        """
         return {}
