@@ -10,11 +10,11 @@ import json
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 from visgen.config import UserError
+from visgen.files import crc32, flush
 
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
@@ -123,34 +123,16 @@ def publish(final: Path) -> None:
     power cut, since its files are on the disk before."""
     temporary = unfinished(final)
     for path in (*temporary.rglob("*"), temporary):
-        _flush(path)
+        flush(path)
     if final.exists():
         _remove(final)
     os.replace(temporary, final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def checksums(folder: Path) -> dict[str, int]:
     """CRC-32 of the files in `folder`, by their paths below it."""
     return {str(path.relative_to(folder)): crc32(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def crc32(path: Path) -> int:
-    """Of the bytes of a file."""
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            value = zlib.crc32(part, value)
-    return value
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def set_aside(step: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from visgen import checkpoint, run_files
+from visgen import checkpoint, files, run_files
 from visgen.checks import Natural, Positive, Seed, Weight
 from visgen.config import UserError
 from visgen.data import Data
@@ -247,7 +247,7 @@ def mend_export(state: State, path: Path, step: int) -> str:
     try:
         checkpoint.read_metadata(weights)
         wanted = run_files.read_meta(path).get("crc32", {}).get(run_files.WEIGHTS)
-        whole = wanted is None or run_files.crc32(weights) == wanted
+        whole = wanted is None or files.crc32(weights) == wanted
     except UserError:
         whole = False
     if all_true(state.accelerator, whole):
@@ -325,7 +325,7 @@ def load(state: State, path: Path) -> int:
         if made != own:
             raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
         for name, wanted in facts.get("crc32", {}).items():
-            if name.startswith(f"{STATE}/") and run_files.crc32(path / name) != wanted:
+            if name.startswith(f"{STATE}/") and files.crc32(path / name) != wanted:
                 raise ValueError(f"{name} has other bytes than were written")
         read_state(state, path / STATE)
         state.best.restore(path, state.run)
