@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONTROL := assets/emoji64_edges
-export OMP_NUM_THREADS ?= 2
 
 .PHONY: help env demo test test-slow lint types clean
 

@@ -7,6 +7,9 @@ python eval/control.py --checkpoint runs/controlar_canny --data.kind captions --
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import shlex
 import sys
 import time

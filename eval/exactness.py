@@ -12,6 +12,9 @@ exit code 0 iff every sampler passes and every control is caught.
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import dataclasses
 import json
 import sys

@@ -8,6 +8,9 @@ accelerate launch eval/fid.py --checkpoint runs/ar_l --data.kind folder --data.r
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import shlex
 import sys
 import time

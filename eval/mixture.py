@@ -6,6 +6,9 @@ python eval/mixture.py --config configs/dd/fashion32_dd2.yaml --batch 256
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import json
 import os
 import shlex

@@ -5,6 +5,9 @@ python eval/recon.py --tokenizer assets/fashion32 --data.kind fashion_mnist --n 
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import shlex
 import sys
 import time

@@ -5,6 +5,9 @@ python eval/rollout.py --checkpoint runs/sprites_acdit --data.kind sprites --gui
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import json
 import shlex
 import sys

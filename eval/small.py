@@ -6,6 +6,9 @@ python eval/small.py --checkpoint DIR --step best --data.kind emoji --data.hflip
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import dataclasses
 import shlex
 import sys

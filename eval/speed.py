@@ -9,6 +9,9 @@ python eval/speed.py --config configs/imagenet256/mar_b.yaml --sampler.kind mask
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import json
 import shlex
 import sys

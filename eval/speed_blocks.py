@@ -8,6 +8,9 @@ python eval/speed_blocks.py --config configs/acdit/ucf101_l.yaml --measure train
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import json
 import shlex
 import sys

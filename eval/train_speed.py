@@ -7,6 +7,9 @@ accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 2 e
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import dataclasses
 import json
 import shlex
