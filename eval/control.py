@@ -39,6 +39,8 @@ from visgen.pictures import grid
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import build_pictures, fit_size
+from visgen.train.main import data_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ControlEvalConfig(SamplingConfig):
         checkpoint: run directory or Hub id of a model with control.
         base: of a checkpoint that holds a control alone, the run with its frozen weights; default: where it was.
         step: which step of the run, or `best`; default the newest.
-        data: the data set; its held-out split gives pictures, labels and maps.
+        data: the data set, default that of the run's config.yaml; its held-out split gives pictures, labels and maps.
         kind: which control, of a model of several; default its first.
         network, network_weights: what the extractor needs: see `sample.py --control.network` and `--control.weights`.
         n: held-out base pictures, the first ones; default all, at most 1,000.
@@ -65,7 +67,7 @@ class ControlEvalConfig(SamplingConfig):
     checkpoint: str = ""
     base: str = ""
     step: Step = None
-    data: Any = plugin("visgen.data", "emoji")
+    data: Any = plugin("visgen.data", None)
     kind: str | None = None
     network: str = ""
     network_weights: Path | None = None
@@ -100,8 +102,10 @@ def main() -> None:
     except UserError as error:
         own = "here the options are --kind, --network and --network-weights, and maps are made of the pictures"
         raise UserError(f"{error} ({own})") from None
-    held_out = ev.build_pictures(settings.data, "held_out")
-    of = cs.collect(held_out, control, settings.n or 1000, device, batch, cs.check_asked(generator, held_out))
+    data = fit_size(settings.data or data_of(settings.checkpoint), generator.tokenizer, sys.argv[1:])
+    held_out = build_pictures(data, "held_out")
+    labels = cs.check_asked(generator, held_out, f"checkpoint {settings.checkpoint}")
+    of = cs.collect(held_out, control, settings.n or 1000, device, batch, labels)
     rows, seconds = images_of(generator, of, settings)
     ref = ev.reference(held_out, extractor, chosen=cs.bases(held_out)[: len(of.labels)])
     plan = SamplePlan(len(of.labels) * settings.repeats, len(of.labels), settings.plan_seed)

@@ -38,7 +38,9 @@ from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 from visgen.scale import CHUNK
+from visgen.scored_data import build_pictures, check_checkpoint, fit_size
 from visgen.tally import Bundle, Tally, load_bundle, protocol_of, require_reference
+from visgen.train.main import data_of
 
 Row = Literal["generated", "real", "recon", "marginals"]
 
@@ -50,7 +52,8 @@ class FidConfig(SamplingConfig):
     Attributes:
         checkpoint: run directory or Hub id, for the rows generated, recon and marginals.
         step: which step of the run, or `best`; default the newest.
-        data: the data set; its held-out split is the reference, its training split feeds the other rows.
+        data: the data set, default that of the run's config.yaml; its held-out split is the reference, its training
+            split feeds the other rows. Classes are matched by name.
         rows: generated (by the checkpoint), real (training images), recon (training images through the tokenizer),
             marginals (tokens drawn from per-position histograms).
         n: images per row.
@@ -75,7 +78,7 @@ class FidConfig(SamplingConfig):
 
     checkpoint: str = ""
     step: Step = None
-    data: Any = plugin("visgen.data", "fashion_mnist")
+    data: Any = plugin("visgen.data", None)
     rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
     n: Annotated[int, Range(2)] = 10_000
     reference_n: Annotated[int, Range(2)] | None = None
@@ -97,7 +100,8 @@ class FidConfig(SamplingConfig):
 
 @dataclass
 class Inputs:
-    """What the rows are made of. `train` and `chosen` are there where a row wants them."""
+    """What the rows are made of. `train` and `chosen` are there where a row wants them; `labels` are the checkpoint's
+    of the data's classes."""
 
     extractor: FeatureExtractor
     held_out: Data
@@ -105,6 +109,7 @@ class Inputs:
     generator: Generator | None
     train: Data | None
     chosen: Sequence[int]
+    labels: torch.Tensor
 
 
 def main() -> None:
@@ -139,24 +144,27 @@ def prepare(settings: FidConfig) -> Inputs:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    held_out = ev.build_pictures(settings.data, "held_out")
+    generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
+    data = settings.data or data_of(settings.checkpoint)
+    data = fit_size(data, generator.tokenizer, sys.argv[1:]) if generator else data
+    held_out = build_pictures(data, "held_out")
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     asked = settings.labels == "source" and settings.reference is not None  # what the reference was made of
-    train = ev.build_pictures(settings.data, "train") if asked else None
+    train = build_pictures(data, "train") if asked else None
     plan = plan_of(settings, held_out if train is None else train)
     n_ref = ref_n if settings.reference is None else 0  # a file tells its own, and is read below
     ev.check_size(plan, n_ref, extractor, settings.groups, settings.allow_small)
-    generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
+    labels = torch.arange(len(held_out.classes))
     if generator:
-        ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        labels = check_checkpoint(held_out, generator, f"checkpoint {settings.checkpoint}")
         if "generated" in settings.rows:
             ev.check_images(generator, settings)
         if "marginals" in settings.rows:
             ev.check_marginals(generator.tokenizer)
     if train is None and set(settings.rows) - {"generated"}:
-        train = ev.build_pictures(settings.data, "train")
+        train = build_pictures(data, "train")
     chosen = ev.choose(train, plan) if train is not None and {"real", "recon"} & set(settings.rows) else []
-    return Inputs(extractor, held_out, plan, generator, train, chosen)
+    return Inputs(extractor, held_out, plan, generator, train, chosen, labels)
 
 
 def reference_of(settings: FidConfig, inputs: Inputs, world: ev.World) -> tuple[Bundle, EvalProtocol]:
@@ -180,7 +188,7 @@ def score(
     about: dict[str, Any] = {}
     with Progress(row, world.rank == 0) as step:
         if row == "generated" and generator:
-            checks = score_generated(generator, settings, plan, inputs.extractor, tally, protocol, step)
+            checks = score_generated(generator, settings, inputs, tally, protocol, step)
             about = describe(settings, generator)
         else:
             checks = tally.take(make_rows(row, settings, inputs, world, step), inputs.extractor, step)
@@ -213,19 +221,20 @@ def plan_of(settings: FidConfig, data: Data) -> SamplePlan:
 def score_generated(
     generator: Generator,
     settings: FidConfig,
-    plan: SamplePlan,
-    extractor: FeatureExtractor,
+    inputs: Inputs,
     tally: Tally,
     protocol: EvalProtocol,
     on_step: Callable[[int, int], None],
 ) -> dict[str, float]:
     """Draws the plan in chunks that an interruption leaves in OUT/generated, and sums them up; the checks on them."""
-    world, folder = tally.world, settings.out / "generated"
-    identity = scale.identity_of(generator, settings.checkpoint, settings.step, settings, plan, extractor)
+    world, folder, plan, labels = tally.world, settings.out / "generated", inputs.plan, inputs.labels
+    identity = scale.identity_of(generator, settings, plan, labels, inputs.extractor)
     identity |= {"protocol": protocol.hash, "npz": str(settings.npz)}
     store = ChunkStore(folder / "chunks", identity, plan.n, settings.chunk, world.rank)
     shown = plan.n if settings.npz else 0
-    work = scale.Work(lambda part: scale.drawn(generator, plan, settings, part), extractor, plan.n, shown)
+    work = scale.Work(
+        lambda part: scale.drawn(generator, plan, settings, part, labels), inputs.extractor, plan.n, shown
+    )
     whole = scale.Whole(plan.n)
     for part, chunk in scale.fill(work, store, world, on_step):
         tally.update(scale.outputs(chunk), torch.arange(part.start, part.stop))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from torch import Tensor
+
 from visgen import clip_score as cs
 from visgen import config as configs
 from visgen import evaluate as ev
@@ -30,6 +32,8 @@ from visgen.metrics.report import Report, table
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import build_pictures, check_checkpoint, fit_size
+from visgen.train.main import data_of
 
 Row = Literal["generated", "real", "recon", "last_frame", "shuffled"]
 
@@ -41,7 +45,8 @@ class FvdConfig(SamplingConfig):
     Attributes:
         checkpoint: run directory or Hub id, for the rows generated and recon.
         step: which step of the run, or `best`; default the newest.
-        data: the data set; its held-out split is the reference, its training split feeds the other rows.
+        data: the data set, default that of the run's config.yaml; its held-out split is the reference, its training
+            split feeds the other rows.
         rows: generated (by the checkpoint), real (training clips), recon (those through the tokenizer), last_frame
             (of those, standing still), shuffled (their frames in random order).
         n: clips per row.
@@ -59,7 +64,7 @@ class FvdConfig(SamplingConfig):
 
     checkpoint: str = ""
     step: Step = None
-    data: Any = plugin("visgen.data", "sprites")
+    data: Any = plugin("visgen.data", None)
     rows: Annotated[tuple[Row, ...], Range(1)] = ("generated",)
     n: Annotated[int, Range(2)] = 2048
     reference_n: Annotated[int, Range(2)] | None = None
@@ -80,18 +85,20 @@ def main() -> None:
     if needs and not settings.checkpoint:
         raise UserError(f"--checkpoint is needed for the rows {', '.join(needs)}")
     world, extractor = ev.World.current(), build(settings)
-    held_out = ev.build_pictures(settings.data, "held_out")
+    generator = load(settings.checkpoint, settings.step, settings.engine) if needs else None
+    data = settings.data or data_of(settings.checkpoint)
+    data = fit_size(data, generator.tokenizer, sys.argv[1:]) if generator else data
+    held_out, asked = build_pictures(data, "held_out"), None
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
-    generator = load(settings.checkpoint, settings.step, settings.engine) if needs else None
     if generator:
         if "generated" in settings.rows:
             generator.check_sampling(settings)
             cs.check_length(generator, settings, held_out.frames, settings.start)
-        ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        asked = check_checkpoint(held_out, generator, f"checkpoint {settings.checkpoint}")
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
     out = writable(settings.out, "--out")
-    train = ev.build_pictures(settings.data, "train") if set(settings.rows) - {"generated"} else None
+    train = build_pictures(data, "train") if set(settings.rows) - {"generated"} else None
     with Progress("reference", world.rank == 0) as step:
         ref = cs.reference(held_out, extractor, ref_n, settings.plan_seed, settings.engine.batch, world, step)
     protocol = ev.protocol_of(extractor, ref, held_out, plan, settings.groups)  # type: ignore[arg-type]
@@ -99,7 +106,7 @@ def main() -> None:
     for row in settings.rows:
         begun = time.perf_counter()
         with Progress(row, world.rank == 0) as step:
-            clips = make_rows(row, settings, generator, train, held_out.frames, plan, world)
+            clips = make_rows(row, settings, generator, train, held_out.frames, plan, asked, world)
             scores, checks = ev.score(clips, ref, extractor, protocol, world, settings.allow_small, step)  # type: ignore[arg-type]
         seconds = time.perf_counter() - begun
         about = describe(settings, generator) if row == "generated" and generator else {}
@@ -136,12 +143,13 @@ def make_rows(
     train: Any,
     frames: int,
     plan: SamplePlan,
+    asked: Tensor | None,
     world: ev.World,
 ) -> cs.Clips:
-    """The clips of a row."""
+    """The clips of a row; `asked` [C] are the checkpoint's labels of the data's classes."""
     if row == "generated":
         assert generator is not None
-        return cs.generated(generator, plan, settings, frames, settings.start, world)
+        return cs.generated(generator, plan, settings, frames, settings.start, world, asked)
     chosen = cs.stratified(ev.labels_of(train), settings.n, settings.plan_seed)
     clips = cs.real(train, chosen, settings.engine.batch, world)
     if row == "recon":

@@ -29,6 +29,8 @@ from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.recon import CodeUsage, ReconMeter
 from visgen.metrics.report import Report, table
 from visgen.sampling import EngineConfig
+from visgen.scored_data import build_pictures, check_match, fit_size
+from visgen.train.main import data_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ReconConfig:
 
     Attributes:
         tokenizer: run directory or safetensors file.
-        data: the data set.
+        data: the data set; default that of the run's config.yaml.
         n: images; the plan takes them class-balanced.
         perceptual: converted VGG weights (`python -m visgen.convert hed`) for the perceptual distance; None leaves it
             out.
@@ -48,7 +50,7 @@ class ReconConfig:
     """
 
     tokenizer: Path | None = None
-    data: Any = plugin("visgen.data", "fashion_mnist")
+    data: Any = plugin("visgen.data", None)
     n: Annotated[int, Range(2)] = 10_000
     perceptual: Path | None = None
     extractor: str = "fd_efflite0"
@@ -70,12 +72,13 @@ def main() -> None:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    data = ev.build_pictures(settings.data, "held_out")
+    tokenizer = load_tokenizer(settings.tokenizer).to(device)
+    wanted = fit_size(settings.data or data_of(str(settings.tokenizer)), tokenizer, sys.argv[1:])
+    data = build_pictures(wanted, "held_out")
+    check_match(data, tokenizer)
     plan = SamplePlan(settings.n, len(data.classes))
     ev.check_size(plan, len(data), extractor, settings.groups, settings.allow_small)
     chosen = ev.choose(data, plan)
-    tokenizer = load_tokenizer(settings.tokenizer).to(device)
-    ev.check_match(data, tokenizer)
     perceptual = perceptual_distance(settings.perceptual, device)
     meter = ReconMeter(perceptual, "vgg_hed", llamagen_ssim=True)
     usage = CodeUsage(tokenizer.vocab) if tokenizer.vocab else None

@@ -23,6 +23,7 @@ from visgen.launch import Progress, device_of, writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.image_files import open_images
 from visgen.metrics.report import environment
+from visgen.scored_data import build_pictures
 from visgen.tally import FEATURES, make_bundle
 
 
@@ -74,7 +75,7 @@ def main() -> None:
         batch=settings.extractor_batch,
     )
     if settings.data is not None:
-        data = ev.build_pictures(settings.data, settings.split)
+        data = build_pictures(settings.data, settings.split)
         n = min(settings.n or len(data), len(data))
         rows = ev.pictures(data, range(n), world, extractor.batch)
         name, size = f"{kind_of(data.config)}/{settings.split}", tuple(data.image_size)

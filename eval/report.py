@@ -25,6 +25,7 @@ from visgen.launch import Progress, writable
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.scale import CHUNK
+from visgen.scored_data import build_pictures, check_checkpoint, fit_size
 from visgen.small_set import SmallSet
 from visgen.sweep import Cell, CellConfig, Generators, Run, Target
 from visgen.sweep_report import SweepReport
@@ -96,9 +97,9 @@ def main() -> None:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    data = settings.data or data_of(cells[0].settings.checkpoint)
-    generators = Generators()
-    pictures: Any = SmallSet(data) if settings.score == "kid" else ev.build_pictures(data, "held_out")
+    data, generators = settings.data or data_of(cells[0].settings.checkpoint), Generators()
+    data = fit_size(data, generators.get(cells[0].settings).tokenizer, sys.argv[1:])
+    pictures: Any = SmallSet(data) if settings.score == "kid" else build_pictures(data, "held_out")
     for cell in cells:  # whatever can be refused is refused before the first image
         check(cell, generators, pictures.held_out if settings.score == "kid" else pictures)
     target = make_target(settings, pictures, extractor, generators.get(cells[0].settings), world)
@@ -131,7 +132,7 @@ def check(cell: Cell, generators: Generators, held_out: Data) -> None:
     """Refuses a cell that cannot be drawn, or not be compared with these pictures."""
     try:
         generator = generators.get(cell.settings)
-        ev.check_match(held_out, generator.tokenizer, generator.class_count)
+        check_checkpoint(held_out, generator, f"checkpoint {cell.settings.checkpoint}")
         ev.check_images(generator, cell.settings)
     except UserError as error:
         raise UserError(f"row '{cell.name}': {error}") from None

@@ -35,6 +35,8 @@ from visgen.metrics.report import environment
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import build_pictures, check_checkpoint, fit_size
+from visgen.train.main import data_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class RolloutConfig(SamplingConfig):
     Attributes:
         checkpoint: run directory or Hub id of a model of clips.
         step: which step of the run, or `best`; default the newest.
-        data: the data set; clips of its held-out split are the reference.
+        data: the data set, default that of the run's config.yaml; clips of its held-out split are the reference.
         longer: how many times longer than in training.
         contexts: blocks that are looked back on, each a row; 0: all.
         n: clips of a row; they lie in memory.
@@ -62,7 +64,7 @@ class RolloutConfig(SamplingConfig):
     sampler: Any = plugin("visgen.samplers", "blockwise")
     checkpoint: str = ""
     step: Step = None
-    data: Any = plugin("visgen.data", "sprites")
+    data: Any = plugin("visgen.data", None)
     longer: Annotated[int, Range(2)] = 4
     contexts: Annotated[tuple[Natural, ...], Range(1)] = (0, 4)
     n: Annotated[int, Range(2)] = 2048
@@ -86,9 +88,13 @@ def main() -> None:
             raise UserError(f"--sampler.{name} is set for each row here; use --longer and --contexts")
     device, _ = settings.engine.resolve()
     extractor = FrameDifferences(build_extractor(settings.frames, weights=settings.weights, device=device))
-    held_out = ev.build_pictures(settings.data, "held_out")
     generator = load(settings.checkpoint, settings.step, settings.engine)
-    window = check(generator, held_out)
+    data = fit_size(settings.data or data_of(settings.checkpoint), generator.tokenizer, sys.argv[1:])
+    held_out = build_pictures(data, "held_out")
+    window, asked = (
+        check(generator, held_out),
+        check_checkpoint(held_out, generator, f"checkpoint {settings.checkpoint}"),
+    )
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
     ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
@@ -97,7 +103,7 @@ def main() -> None:
     contexts = [context or None for context in settings.contexts]
     for context in contexts:
         generator.check_sampling(replace(settings, sampler=ro.sampler_of(settings, longest, context)))
-    real = real_clips(settings, longest) if settings.real else None  # now: there may be none so long
+    real = real_clips(settings, data, longest) if settings.real else None  # now: there may be none so long
     used = [
         ro.memory(generator, settings, times * window, context, settings.clips)
         for context in contexts
@@ -112,7 +118,7 @@ def main() -> None:
     del real  # as large as the clips of a row
     for context in contexts:
         with Progress(ro.name_of(context)) as step:
-            clips = ro.rolled(generator, plan, settings, longest, context, step)
+            clips = ro.rolled(generator, plan, settings, longest, context, step, asked)
         scored[ro.name_of(context)] = ro.drift(clips, *given, allow_small=settings.allow_small)
     write(settings, generator, out, scored | bound, used, protocol.hash)
 
@@ -130,13 +136,12 @@ def check(generator: Generator, held_out: Any) -> int:
         raise UserError(
             f"the data have clips of {held_out.frames} frames, the model draws {frames}: --data.frames {frames}"
         )
-    ev.check_match(held_out, generator.tokenizer, generator.class_count)
     return frames
 
 
-def real_clips(settings: RolloutConfig, frames: int) -> Tensor:
+def real_clips(settings: RolloutConfig, config: Any, frames: int) -> Tensor:
     """uint8 [n, F, 3, H, W] of the training split, in the plan's number."""
-    data = ev.build_pictures(replace(settings.data, frames=frames), "train")
+    data = build_pictures(replace(config, frames=frames), "train")
     chosen = cs.stratified(ev.labels_of(data), settings.n, settings.plan_seed)
     return torch.cat([pixels for pixels, _ in cs.real(data, chosen, settings.engine.batch)])
 

@@ -39,6 +39,7 @@ from visgen.pictures import grid
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import check_checkpoint, fit_size
 from visgen.small_set import SmallSet
 from visgen.train.main import data_of
 
@@ -85,19 +86,20 @@ def main() -> None:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    data = SmallSet(settings.data or data_of(settings.checkpoint))
-    plan = data.plan(settings.n, settings.plan_seed)
     generator = load(settings.checkpoint, settings.step, settings.engine)
-    ev.check_match(data.held_out, generator.tokenizer, generator.class_count)
+    data = SmallSet(fit_size(settings.data or data_of(settings.checkpoint), generator.tokenizer, sys.argv[1:]))
+    asked = check_checkpoint(data.held_out, generator, f"checkpoint {settings.checkpoint}")
+    ev.check_images(generator, settings)
+    plan = data.plan(settings.n, settings.plan_seed)
     start, m = time.perf_counter(), len(data.bases)
-    pixels, drawn, audit = draw(settings, generator, data, plan, extractor, world)
+    pixels, drawn, audit = draw(settings, generator, asked[data.labels], data, plan, extractor, world)
     seconds = time.perf_counter() - start
     tokenizer, batch = generator.tokenizer, settings.engine.batch
     real = small.known(data, tokenizer, extractor, plan.n // m, settings.plan_seed, world, batch)
     by_base = drawn[plan.rows().label.argsort(stable=True)].view(m, -1, drawn.shape[1])  # [M, R, D]
     scores = small.kid_rows(by_base, real, data.halves(settings.plan_seed), settings.groups)
     counted = not generator.model.continuous  # a likelihood is that of codes
-    scores |= small.likelihood(generator.model, tokenizer, data, batch) if counted else {}
+    scores |= small.likelihood(generator.model, tokenizer, data, asked, batch) if counted else {}
     near = {
         name: nearest(x, real.views, 3)
         for name, x in (("generated", drawn), ("copies", real.copies), ("held_out", real.recon))
@@ -135,16 +137,21 @@ def main() -> None:
 def draw(
     settings: SmallConfig,
     generator: Generator,
+    labels: Tensor,
     data: SmallSet,
     plan: SamplePlan,
     extractor: FeatureExtractor,
     world: ev.World,
 ) -> tuple[Tensor, Tensor, ImageAudit]:
-    """Pixels [n, 3, H, W] uint8 and features [n, D] of the plan's images, over all processes, and their audit."""
+    """Pixels [n, 3, H, W] uint8 and features [n, D] of the plan's images, over all processes, and their audit.
+
+    Args:
+        labels: [M], the checkpoint's, of the held-out bases.
+    """
     pixels = torch.zeros(plan.n, 3, *data.held_out.image_size, dtype=torch.uint8)
 
     def rows() -> ev.Rows:
-        for images, index in ev.generated(generator, plan, settings, world, data.labels):
+        for images, index in ev.generated(generator, plan, settings, world, labels):
             pixels[index] = images
             yield images, index
 

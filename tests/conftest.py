@@ -32,6 +32,7 @@ from visgen import checkpoint, run_files
 from visgen.config import build, dump, plugin_config
 from visgen.config import load as loads
 from visgen.data import emoji
+from visgen.data.synthetic import SHAPES
 from visgen.model import Model, ModelConfig
 
 torch.set_num_threads(1)
@@ -251,21 +252,36 @@ def teacher_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def checkpoint_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three named classes, steps 5 and 10."""
-    run = tmp_path_factory.mktemp("runs") / "tiny"
-    tokenizer_config = small_config("tokenizers", "conv_vq")
-    torch.manual_seed(0)
-    tokenizer = build(tokenizer_config).eval()
-    for step in (5, 10):
-        folder = run / run_files.step_name(step)
-        folder.mkdir(parents=True)
-        model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, seed=step)
-        facts = {"step": step, "classes": json.dumps(["Ankle boot", "bag", "Coat"])}
-        checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
-        (folder / run_files.META).write_text(json.dumps({"step": step}))
-    checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)
-    return run
+def make_run(make_model: Callable[..., Model]) -> Callable[[Path, Sequence[str]], Path]:
+    """Writes a run directory as training leaves it: 16 px, 8 x 8 tokens of 16 codes, three classes, steps 5 and 10."""
+
+    def make(run: Path, classes: Sequence[str]) -> Path:
+        tokenizer_config = small_config("tokenizers", "conv_vq")
+        torch.manual_seed(0)
+        tokenizer = build(tokenizer_config).eval()
+        for step in (5, 10):
+            folder = run / run_files.step_name(step)
+            folder.mkdir(parents=True)
+            model = make_model(grid=tokenizer.grid, vocab=tokenizer.vocab, seed=step)
+            facts = {"step": step, "classes": json.dumps(classes)}
+            checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
+            (folder / run_files.META).write_text(json.dumps({"step": step}))
+        checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of three named classes; see `make_run`."""
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny", ["Ankle boot", "bag", "Coat"])
+
+
+@pytest.fixture(scope="session")
+def shapes_dir(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, with the class names of the synthetic data, on which it is scored."""
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny", list(SHAPES)[:3])
 
 
 @pytest.fixture(scope="session")
@@ -323,7 +339,7 @@ def make_control_run(make_model: Callable[..., Model]) -> Callable[..., Path]:
             model.config = dataclasses.replace(model.config, control=control)
         folder = run / run_files.step_name(1)
         folder.mkdir(parents=True)
-        facts = {"step": 1, "classes": json.dumps(["boot", "bag", "coat"])}
+        facts = {"step": 1, "classes": json.dumps(list(SHAPES)[:3])}
         checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
         (folder / run_files.META).write_text(json.dumps({"step": 1}))
         checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer_config)

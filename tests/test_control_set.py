@@ -32,7 +32,7 @@ SMALL = """--data.kind synthetic --data.image-size 16 --data.classes 3 --data.n 
 def a_set(kind: str = "canny", size: int = 32, n: int = 9, **values: Any) -> cs.ControlSet:
     data = build(plugin_config("visgen.data", "synthetic", image_size=size, n_held_out=n), "held_out")
     control = build(plugin_config("visgen.controls", kind, **values))
-    return cs.collect(data, control, None, CPU, 4)
+    return cs.collect(data, control, None, CPU, 4, torch.arange(4))
 
 
 def test_pictures_follow_their_own_maps_and_not_those_of_others() -> None:
@@ -224,7 +224,7 @@ def test_what_cannot_be_scored_is_refused(
         (controlled, ("--kind", "depth"), "here the options are --kind, --network"),
         (controlled, ("--strength", "1e9"), "strength is 1000000000.0; it must be within [0, 1000]"),
         (controlled, ("--n", "3"), "n is 3; it must be at least 4"),
-        (controlled, ("--data.classes", "2"), "the data has 2 classes, the checkpoint 3"),
+        (controlled, ("--data.classes", "4"), "has no class 'ring', which the data have"),
         (depth, (), "control depth needs a depth network to read an image"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -23,13 +23,13 @@ SMALL = """--data.kind synthetic --data.image-size 16 --data.classes 3 --data.n 
 
 
 @pytest.fixture
-def score(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def score(shapes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs a program on the tiny checkpoint; its output directory."""
 
     def run(name: str, *flags: str) -> Path:
         given = {"fid": "--checkpoint", "recon": "--tokenizer"}[name]
         out = tmp_path / "out"
-        monkeypatch.setattr(sys, "argv", [name, given, str(checkpoint_dir), *SMALL.split(), "--out", str(out), *flags])
+        monkeypatch.setattr(sys, "argv", [name, given, str(shapes_dir), *SMALL.split(), "--out", str(out), *flags])
         run_program(program(name).main)
         return out
 
@@ -100,7 +100,7 @@ def test_the_largest_n_of_unequal_classes() -> None:
         ("--extractor-batch -1", "extractor_batch is -1; "),
         ("--n 93 --rows real", "of the train split has 30 images, fewer than the 31 of each class that --n 93 needs; "),
         ("--n 93 --rows recon", "lower --n to 90 or less"),
-        ("--data.classes 4", "the data has 4 classes, the checkpoint 3"),
+        ("--data.classes 4", "has no class 'ring', which the data have"),
     ],
 )
 def test_fid_refuses_before_long_work(refused: Callable[..., str], flags: str, message: str) -> None:
@@ -126,12 +126,12 @@ def test_recon_refuses_before_long_work(refused: Callable[..., str], flags: str,
 @pytest.mark.parametrize("name", ["fid", "recon"])
 def test_cached_codes_are_no_pictures(
     name: str,
-    checkpoint_dir: Path,
+    shapes_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["--checkpoint" if name == "fid" else "--tokenizer", str(checkpoint_dir), "--data.kind", "codes"]
+    flags = ["--checkpoint" if name == "fid" else "--tokenizer", str(shapes_dir), "--data.kind", "codes"]
     monkeypatch.setattr(sys, "argv", [name, *flags, "--extractor", "fd_debug", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         run_program(program(name).main)

@@ -19,6 +19,7 @@ from visgen.images import Images
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import build_pictures
 
 DATA = Synthetic(Config(image_size=16, classes=3, n_held_out=23), "held_out")
 ALL = DATA.get_many(range(23))["pixels"][:, 0]
@@ -50,7 +51,7 @@ def test_codes_are_no_pictures_but_say_what_they_were_made_from(tmp_path: Path) 
 
     def said() -> str:
         with pytest.raises(UserError) as found:
-            ev.build_pictures(config, "held_out")
+            build_pictures(config, "held_out")
         return str(found.value)
 
     assert said().startswith(f"data.kind codes ({tmp_path}) gives tokens, pictures are needed: pass --data.kind")
@@ -59,7 +60,7 @@ def test_codes_are_no_pictures_but_say_what_they_were_made_from(tmp_path: Path) 
     index = codes.make_index(DATA, tokenizer="", grid=[1, 4, 4], vocab=8, views="center", ranges=[], shard_images=9)
     codes.write_index(tmp_path / "held_out", index)
     assert said().endswith("that the codes were made from (synthetic)")
-    assert len(ev.build_pictures(DATA.config, "held_out")) == 23
+    assert len(build_pictures(DATA.config, "held_out")) == 23
 
 
 def test_collect_orders_features_by_index() -> None:

@@ -34,11 +34,11 @@ def argv(checkpoint: Path, out: Path, *flags: str) -> list[str]:
 
 
 @pytest.fixture
-def report(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def report(shapes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Runs the program on the tiny checkpoint; what its report.json holds."""
 
     def run(*flags: str, out: Path = tmp_path / "out") -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["eval/report.py", *argv(checkpoint_dir, out, "--no-wandb", *flags)])
+        monkeypatch.setattr(sys, "argv", ["eval/report.py", *argv(shapes_dir, out, "--no-wandb", *flags)])
         run_program(program("report").main)
         return json.loads((out / "report.json").read_text())
 
@@ -178,7 +178,7 @@ def test_holm_adjusts_for_the_number_of_tests() -> None:
 # ------------------------------------------------------------------------------------------------- W&B
 
 
-def test_the_offline_run_is_read_by_wandb(checkpoint_dir: Path, tmp_path: Path) -> None:
+def test_the_offline_run_is_read_by_wandb(shapes_dir: Path, tmp_path: Path) -> None:
     """The record file of the offline run, read by wandb's own code: config, scores, table, pictures, artifact."""
     wandb = pytest.importorskip("wandb")
     reader = Path(sys.executable).with_name("wandb")
@@ -192,7 +192,7 @@ def test_the_offline_run_is_read_by_wandb(checkpoint_dir: Path, tmp_path: Path) 
     if ran(reader, "leet", "inspect", "--help").returncode:
         pytest.skip(f"wandb {wandb.__version__} has no `wandb leet inspect`")
     out = tmp_path / "out"
-    done = ran(sys.executable, "eval/report.py", *argv(checkpoint_dir, out), "--no-timed", "--rows", ROWS[0])
+    done = ran(sys.executable, "eval/report.py", *argv(shapes_dir, out), "--no-timed", "--rows", ROWS[0])
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"wandb sync {out}/wandb/offline-run-*" in done.stderr
     (run,) = (out / "wandb").glob("offline-run-*")

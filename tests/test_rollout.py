@@ -103,7 +103,7 @@ def test_drift_is_the_distance_of_each_window() -> None:
     assert ro.drift_table({"real": real, "faded": faded}).splitlines()[0] == "| fd of frames from | 0 | 4 | 8 |"
 
 
-FLAGS = [f"--data.{k.replace('_', '-')}={v}" for k, v in SPRITES.items()]
+FLAGS = ["--data.kind=sprites"] + [f"--data.{k.replace('_', '-')}={v}" for k, v in SPRITES.items()]
 FLAGS += [f"--data.pictures.{k.replace('_', '-')}={v}" for k, v in PICTURES.items()]
 FLAGS += ["--frames", "fd_debug", "--n", "12", "--groups", "4", "--allow-small", "--engine.device", "cpu"]
 FLAGS += ["--sampler.steps", "1", "--longer", "2", "--clips", "1"]
@@ -148,7 +148,7 @@ def test_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fla
 
 @pytest.mark.parametrize("name", ["fid", "report"])
 def test_scores_of_images_refuse_clips(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    data = ["--data.kind", "sprites", *FLAGS[: FLAGS.index("--frames")]]
+    data = [*FLAGS[: FLAGS.index("--frames")]]
     flags = ["--checkpoint", str(run), *data, "--extractor", "fd_debug", "--engine.device", "cpu", "--allow-small"]
     rest = (
         ["--rows", "one: sampler.kind=blockwise", "--score", "fd"]

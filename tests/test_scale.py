@@ -160,9 +160,9 @@ def test_moments_need_the_same_memory_for_any_n() -> None:
 
 
 @pytest.fixture
-def fid(checkpoint_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def fid(shapes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def run(*flags: str) -> dict[str, Any]:
-        words = ["fid", "--checkpoint", str(checkpoint_dir), *SMALL.split(), "--out", str(tmp_path / "out"), *flags]
+        words = ["fid", "--checkpoint", str(shapes_dir), *SMALL.split(), "--out", str(tmp_path / "out"), *flags]
         monkeypatch.setattr(sys, "argv", words)
         run_program(program("fid").main)
         return json.loads((tmp_path / "out/generated/report.json").read_text())

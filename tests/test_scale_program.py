@@ -21,11 +21,11 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file", "configs/acce
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_in_two_processes(checkpoint_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_in_two_processes(shapes_dir: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
     def start(out: str, *launch: str) -> subprocess.Popen[bytes]:
-        words = ["eval/fid.py", "--checkpoint", str(checkpoint_dir), *WORDS.split(), "--out", str(tmp_path / out)]
+        words = ["eval/fid.py", "--checkpoint", str(shapes_dir), *WORDS.split(), "--out", str(tmp_path / out)]
         return subprocess.Popen([sys.executable, *launch, *words], env=environment, cwd=ROOT)
 
     def metrics(out: str) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def test_a_killed_run_goes_on_in_two_processes(checkpoint_dir: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_sweep_of_two_processes_is_that_of_one(checkpoint_dir: Path, tmp_path: Path) -> None:
+def test_a_sweep_of_two_processes_is_that_of_one(shapes_dir: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     found = []
     for out, launch in (("one", ()), ("two", (*ACCELERATE, "--main_process_port", "0"))):
-        words = ["eval/report.py", "--checkpoint", str(checkpoint_dir), *WORDS.replace("--neighbours", "").split()]
+        words = ["eval/report.py", "--checkpoint", str(shapes_dir), *WORDS.replace("--neighbours", "").split()]
         rows = ["--rows", "ar: sampler.kind=ar", "sjd: sampler.kind=sjd sampler.window=4,8", "--n", "70", "--no-wandb"]
         rest = ["--batches", "1", "--repeats", "1", "--out", str(tmp_path / out)]
         done = subprocess.run([sys.executable, *launch, *words, *rows, *rest], env=environment, cwd=ROOT, timeout=300)

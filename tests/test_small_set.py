@@ -241,7 +241,7 @@ def test_codes_that_no_training_image_has_are_finite() -> None:
 
 def test_likelihoods_of_a_checkpoint(shapes: SmallSet, checkpoint_dir: Path) -> None:
     generator = visgen.load(str(checkpoint_dir), device="cpu")
-    scores = small.likelihood(generator.model, generator.tokenizer, shapes, batch=16)
+    scores = small.likelihood(generator.model, generator.tokenizer, shapes, torch.arange(4), batch=16)
     held_out = shapes.held_out.get_many(range(40))
     tokens = reconstruct(generator.tokenizer, held_out["pixels"], decode=False)[0]
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_bases_alone_are_averaged(emojis: SmallSet, make_model: Callable[..., An
             return ((pixels.flatten(1).mean(1, keepdim=True) + 1) * 2).long().clamp(0, 3).expand(-1, 4)
 
     model = make_model(grid=(1, 2, 2), vocab=4, classes=9)
-    scores = small.likelihood(model, Brightness(), emojis, batch=500)  # type: ignore[arg-type]
+    scores = small.likelihood(model, Brightness(), emojis, torch.arange(9), batch=500)  # type: ignore[arg-type]
     assert (scores["nats_train"].n, scores["nats_held_out"].n, scores["nats_held_out_all"].n) == (1053, 117, 290)
     assert scores["nats_held_out"].value != pytest.approx(scores["nats_held_out_all"].value, abs=1e-4)
     tokens = small.tokens_of(Brightness(), emojis.held_out, emojis.bases, 50)  # type: ignore[arg-type]

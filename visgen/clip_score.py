@@ -8,6 +8,7 @@ frames in random order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,8 +101,10 @@ def generated(
     frames: int,
     start: int = 0,
     world: ev.World | None = None,
+    labels: Tensor | None = None,
 ) -> Clips:
-    """Clips drawn by a model under the plan's labels and seeds: `frames` frames of each from `start` on.
+    """Clips drawn by a model under the plan's labels and seeds: `frames` frames of each from `start` on; with `labels`,
+    what the plan balances are these.
 
     Raises:
         UserError: as `check_length`.
@@ -109,9 +112,10 @@ def generated(
     check_length(generator, settings, frames, start)
     world = world or ev.World()
     rows = plan.rows(world.rank, world.size)
+    rows = rows if labels is None else replace(rows, label=labels[rows.label])
     for at in range(0, len(rows), settings.engine.batch):
         part = slice(at, at + settings.engine.batch)
-        labels, seeds = rows.label[part].tolist(), rows.seed[part].tolist()
-        clips = generator.sample(labels, seeds, settings.guidance, settings.warp, settings.sampler).clips
+        asked, seeds = rows.label[part].tolist(), rows.seed[part].tolist()
+        clips = generator.sample(asked, seeds, settings.guidance, settings.warp, settings.sampler).clips
         assert clips is not None
         yield clips[:, start : start + frames], rows.index[part]

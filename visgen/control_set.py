@@ -22,7 +22,7 @@ from visgen import config as configs
 from visgen.config import UserError, kind_of
 from visgen.controls import Control
 from visgen.data import Data
-from visgen.evaluate import check_match, labels_of, reconstruct
+from visgen.evaluate import labels_of, reconstruct
 from visgen.generate import Generator, stream
 from visgen.metrics.control import SMALLEST, Confusion, depth_rmse, edge_counts, f1, ms_ssim
 from visgen.metrics.images import to_uint8
@@ -33,6 +33,7 @@ from visgen.nn.control import Hint
 from visgen.objectives._tokens import check_text
 from visgen.prompts import Features
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import check_checkpoint, check_match
 from visgen.small_set import bases
 from visgen.tokenizers import Tokenizer
 
@@ -47,7 +48,7 @@ class ControlSet:
 
     Attributes:
         pixels: uint8 [M, 3, H, W].
-        labels: [M].
+        labels: [M], the checkpoint's.
         maps: [M, 3, H, W] float in [-1, 1], made of `pixels`.
         control: the extractor, ready.
         texts: of M rows, the features of the pictures' captions, where the model is asked by them.
@@ -72,9 +73,13 @@ class ControlSet:
 
 
 def collect(
-    data: Data, control: Control, n: int | None, device: torch.device, batch: int, with_texts: bool = False
+    data: Data, control: Control, n: int | None, device: torch.device, batch: int, asked: Tensor | None = None
 ) -> ControlSet:
-    """The first n (default all) base pictures of `data`, and their maps; and the features of their captions if wanted.
+    """The first n (default all) base pictures of `data`, and their maps.
+
+    Args:
+        asked: the checkpoint's label of each class of the data; None: it is asked by the features of captions, which
+            are collected too.
 
     Raises:
         UserError: fewer than 4 of them, of which no error can be said.
@@ -85,24 +90,24 @@ def collect(
     parts = [data.get_many(chosen[i : i + batch]) for i in range(0, len(chosen), batch)]
     samples = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     pixels, labels = samples["pixels"][:, 0], labels_of(data)[chosen]
-    texts = None
-    if with_texts:
+    labels, texts = labels if asked is None else asked[labels], None
+    if asked is None:
         names = [f"picture {i}" for i in chosen]
         texts = Features(samples["text"].float(), samples["text_mask"], names, [], {"data": kind_of(data.config)})
     return ControlSet(pixels, labels, extracted(control, pixels, device, batch), control, texts)
 
 
-def check_asked(generator: Generator, data: Data) -> bool:
-    """Refuses data whose pictures cannot be asked for: of other classes, or without the features of a text. Whether it
-    is by texts that the model is asked.
+def check_asked(generator: Generator, data: Data, where: str = "checkpoint") -> Tensor | None:
+    """Return the checkpoint's label of each class of the data; None: the model is asked by texts.
 
     Raises:
-        UserError: naming what does not fit.
+        UserError: the data's pictures cannot be asked for: they have other classes, or no features of a text.
     """
-    reads_texts = kind_of(generator.model.config.condition) == "text"
     check_text(generator.model, data)
-    check_match(data, generator.tokenizer, None if reads_texts else generator.class_count)
-    return reads_texts
+    if kind_of(generator.model.config.condition) == "text":
+        check_match(data, generator.tokenizer)
+        return None
+    return check_checkpoint(data, generator, where)
 
 
 def extracted(control: Control, pixels: Tensor, device: torch.device, batch: int) -> Tensor:

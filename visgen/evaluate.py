@@ -7,7 +7,6 @@ reference, extractor and labels, so they compare. Images stream through; none is
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visgen import config as configs
 from visgen.config import UserError, kind_of
-from visgen.data import Data, Split, codes
+from visgen.data import Data
 from visgen.decode.noise import Noise, Stream
 from visgen.generate import Generator, at_a_time
 from visgen.launch import on_cpu
@@ -58,23 +56,6 @@ class World:
         moved = value.cuda() if on_gpu else value.clone()
         torch.distributed.all_reduce(moved)
         return moved.to(value.device)
-
-
-def build_pictures(config: Any, split: Split) -> Data:
-    """A split of the data set to score on.
-
-    Raises:
-        UserError: it is a cache of codes; what they were made from is named where the cache tells.
-    """
-    if not isinstance(config, codes.Config):
-        return configs.build(config, split)
-    made = f"one of {', '.join(kind for kind in configs.kinds('visgen.data') if kind != 'codes')}"
-    with contextlib.suppress(UserError):
-        made = codes.read_index(Path(config.root).expanduser() / split).source["kind"]
-    raise UserError(
-        f"data.kind codes ({config.root}) gives tokens, pictures are needed: pass --data.kind and the settings of the "
-        f"data that the codes were made from ({made})"
-    )
 
 
 # ----------------------------------------------------------------------------------------------- the reference
@@ -326,24 +307,6 @@ def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups
         raise UserError(
             f"leaving out one of {groups} groups of {plan.n} images leaves {rest}, a covariance needs 2; raise --n, or "
             "pass --groups 1 for no error"
-        )
-
-
-def check_match(data: Data, tokenizer: Tokenizer, classes: int | None = None) -> None:
-    """Refuses a data set that is not like the one a checkpoint was trained on, before any work.
-
-    Raises:
-        UserError: another image size, or another number of classes.
-    """
-    if tuple(data.image_size) != tuple(tokenizer.image_size):
-        raise UserError(
-            f"the data's image_size is {tuple(data.image_size)}, the checkpoint's {tuple(tokenizer.image_size)}; "
-            "score it on the data it was trained on (--data.kind, --data.image-size)"
-        )
-    if classes is not None and len(data.classes) != classes:
-        raise UserError(
-            f"the data has {len(data.classes)} classes, the checkpoint {classes}; score it on the data of its training "
-            "(--data.kind, --data.root)"
         )
 
 

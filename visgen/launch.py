@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mimetypes
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -96,6 +99,14 @@ def writable(directory: Path, flag: str, *files: str) -> Path:
         if path.is_dir():
             raise UserError(f"{flag}: {path} is a folder, where a file of that name is to be written; move it away")
     return directory
+
+
+@functools.cache
+def say(line: str) -> None:
+    """Print a line on stderr: once, however often it is said, and by the main process of a launch alone."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+            print(line, file=sys.stderr)
 
 
 class Progress:

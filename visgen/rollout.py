@@ -90,11 +90,13 @@ def rolled(
     frames: int,
     context: int | None,
     on_step: Callable[[int, int], None] | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor:
-    """uint8 clips [n, F, 3, H, W] of the plan's labels and seeds, on the CPU."""
+    """uint8 clips [n, F, 3, H, W] of the plan's labels and seeds, on the CPU; with `labels`, what the plan balances are
+    these."""
     drawn: list[Tensor] = []
     asked = replace(settings, sampler=sampler_of(settings, frames, context))
-    for clips, _ in cs.generated(generator, plan, asked, frames):
+    for clips, _ in cs.generated(generator, plan, asked, frames, labels=labels):
         drawn.append(clips)
         if on_step is not None:
             on_step(sum(map(len, drawn)), plan.n)

@@ -12,10 +12,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visgen import config as configs
 from visgen.config import UserError
@@ -66,29 +65,43 @@ def drawn(
 
 
 def identity_of(
-    generator: Generator, checkpoint: str, step: Any, settings: SamplingConfig, plan: SamplePlan, extractor: Any
+    generator: Generator, settings: SamplingConfig, plan: SamplePlan, labels: Tensor, extractor: FeatureExtractor
 ) -> dict[str, str]:
-    """What the chunks of generated images depend on, by name.
+    """Return what the chunks of generated images depend on, by name.
 
     It holds the weights themselves, not their path, and the batch, since bf16 kernels may differ with it.
+
+    Args:
+        labels: the checkpoint's label of each number that the plan balances.
     """
-    told = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
-    told["engine"] |= {"precision": str(generator.dtype), "kind": generator.engine_kind, "device": ""}
-    draft = getattr(settings.sampler, "draft", None)
+    given = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
+    given["engine"] |= {"precision": str(generator.dtype), "kind": generator.engine_kind, "device": ""}
+    helpers = [value for value in vars(settings.sampler).values() if isinstance(value, Path)]  # a draft, a teacher
     return {
-        "checkpoint": weights_of(checkpoint, step),
-        "draft": weights_of(str(draft), None) if draft else "",
-        "sampling": json.dumps(told, sort_keys=True),
+        "checkpoint": digest(generator.model, generator.tokenizer),
+        "helpers": " ".join(file_digest(path) for path in helpers),
+        "sampling": json.dumps(given, sort_keys=True),
         "plan": plan.hash,
+        "labels": hashlib.sha256(repr(labels.tolist()).encode()).hexdigest()[:16],
         "extractor": extractor.fingerprint,
     }
 
 
-def weights_of(checkpoint: str, step: Any) -> str:
-    """16 hex digits of the SHA-256 of a checkpoint's weight file; of a Hub id its name and step."""
-    if not Path(checkpoint).exists():
-        return f"{checkpoint}:{step}"
-    with open(find_step(Path(checkpoint), step) / WEIGHTS, "rb") as file:
+def digest(*modules: nn.Module) -> str:
+    """Return 16 hex digits of the SHA-256 of all that modules compute with: their configs and every tensor."""
+    found = hashlib.sha256()
+    for module in modules:
+        found.update(repr(module.config).encode())
+        for name, value in sorted(module.state_dict().items()):
+            value = value.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{name} {value.dtype} {len(value)}".encode())
+            found.update(value.view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def file_digest(checkpoint: Path) -> str:
+    """Return 16 hex digits of the SHA-256 of a checkpoint's weight file."""
+    with open(checkpoint if checkpoint.is_file() else find_step(checkpoint) / WEIGHTS, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 

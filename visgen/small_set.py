@@ -22,7 +22,6 @@ from visgen.evaluate import (
     Reference,
     Rows,
     World,
-    build_pictures,
     collect,
     labels_of,
     matched,
@@ -39,6 +38,7 @@ from visgen.metrics.kid import kid
 from visgen.metrics.neighbours import closer, share_below
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.model import Model
+from visgen.scored_data import build_pictures
 from visgen.tokenizers import Tokenizer
 
 PER_BASE = 10  # images generated for each held-out base, unless told
@@ -218,8 +218,9 @@ def passes(scores: Mapping[str, Score]) -> bool:
 # ------------------------------------------------------------------------------------------------- likelihood
 
 
-def likelihood(model: Model, tokenizer: Tokenizer, data: SmallSet, batch: int) -> dict[str, Score]:
-    """Nats a token (bits in `terms`) of plain images, means over bases with their error.
+def likelihood(model: Model, tokenizer: Tokenizer, data: SmallSet, asked: Tensor, batch: int) -> dict[str, Score]:
+    """Nats a token (bits in `terms`) of plain images, means over bases with their error; `asked` [C] holds the model's
+    label of each class of the data.
 
     `nats_train` and `nats_held_out` of the model under the image's own label; `nats_gap`, held-out less train; and of
     the held-out bases under two laws that know less: per-position histograms of the training bases, and all codes
@@ -231,7 +232,7 @@ def likelihood(model: Model, tokenizer: Tokenizer, data: SmallSet, batch: int) -
         ("held_out", data.held_out, list(range(len(data.held_out)))),
     ):
         tokens = tokens_of(tokenizer, source, chosen, batch)
-        sides[name] = (tokens, nats_per_token(model, tokens, labels_of(source)[chosen], batch))
+        sides[name] = (tokens, nats_per_token(model, tokens, asked[labels_of(source)[chosen]], batch))
     seen, train = sides["train"]
     tokens, every = sides["held_out"]
     held_out = every[data.bases]

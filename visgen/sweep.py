@@ -38,6 +38,7 @@ from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
+from visgen.scored_data import check_checkpoint
 from visgen.small_set import SmallSet
 
 
@@ -146,7 +147,8 @@ class Target:
 
     Attributes:
         headline: the metric that the plots show.
-        labels: of what the plan balances; None: of the plan itself.
+        data: whose classes the images are asked for.
+        labels: of what the plan balances, classes of the data; None: the plan balances these classes.
         score: features [n, D] in the plan's order to scores.
         marks: values of the headline to compare with, by name.
     """
@@ -154,9 +156,19 @@ class Target:
     protocol: EvalProtocol
     plan: SamplePlan
     headline: str
+    data: Data
     labels: Tensor | None
     score: Callable[[Tensor], dict[str, Score]]
     marks: dict[str, float]
+
+    def asked(self, cell: Cell, generator: Generator) -> Tensor:
+        """Return the checkpoint's label of each number that the plan balances.
+
+        Raises:
+            UserError: the checkpoint does not go with the data.
+        """
+        found = check_checkpoint(self.data, generator, f"checkpoint {cell.settings.checkpoint}")
+        return found if self.labels is None else found[self.labels]
 
 
 def large_target(
@@ -184,7 +196,7 @@ def large_target(
         )
         return {"fd": fd, **({"kid": kid(features, ref.features)} if min(plan.n, ref.n) >= 4 else {})}
 
-    return Target(protocol, plan, "fd", None, score, {})
+    return Target(protocol, plan, "fd", data, None, score, {})
 
 
 def small_target(
@@ -217,7 +229,7 @@ def small_target(
         for name, x in (("tokenizer alone", recon_features), ("training pictures", train.view(m, -1)))
     }
     protocol = replace(protocol, labels="source", estimator="kid-by-base-f64")
-    return Target(protocol, plan, "kid", data.labels, score, marks)
+    return Target(protocol, plan, "kid", data.held_out, data.labels, score, marks)
 
 
 # ----------------------------------------------------------------------------------------------------- the cells
@@ -275,9 +287,8 @@ def measure(cell: Cell, generator: Generator, run: Run, copy: float) -> Found:
         UserError: the cell's folder holds another one.
     """
     folder, target = run.folder / cell.slug, run.target
-    identity = scale.identity_of(
-        generator, cell.settings.checkpoint, cell.settings.step, cell.settings, target.plan, run.extractor
-    )
+    asked = target.asked(cell, generator)
+    identity = scale.identity_of(generator, cell.settings, target.plan, asked, run.extractor)
     identity["protocol"] = target.protocol.hash
     found = _read(cell, folder, identity, run)
     known = torch.tensor([int(found is not None)])
@@ -288,7 +299,7 @@ def measure(cell: Cell, generator: Generator, run: Run, copy: float) -> Found:
     kept = {**identity, "shown": str(run.shown)}  # what a chunk depends on
     store = ChunkStore(folder / "chunks", kept, target.plan.n, run.chunk, run.world.rank)
     work = scale.Work(
-        lambda part: scale.drawn(generator, target.plan, cell.settings, part, target.labels),
+        lambda part: scale.drawn(generator, target.plan, cell.settings, part, asked),
         run.extractor,
         target.plan.n,
         run.shown,

@@ -130,7 +130,9 @@ def run_dir(make_blocks: Callable[..., Any], small: Callable[..., Any], tmp_path
 def test_the_program_scores_rows_of_one_table(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [f"--data.{k.replace('_', '-')}={v}" for k, v in {**SPRITES, "n": 40, "n_held_out": 40}.items()]
+    flags = ["--data.kind=sprites"] + [
+        f"--data.{k.replace('_', '-')}={v}" for k, v in {**SPRITES, "n": 40, "n_held_out": 40}.items()
+    ]
     flags += ["--data.pictures.kind", "synthetic", "--data.pictures.image-size", "16", "--engine.device", "cpu"]
     flags += ["--frames", "fd_debug", "--n", "12", "--groups", "4", "--allow-small", "--out", str(tmp_path / "out")]
     flags += ["--sampler.kind", "blockwise", "--sampler.steps", "2", "--sampler.frames", "16", "--start", "4"]

@@ -182,6 +182,15 @@ class Codes(Data):
         return {**self.__dict__, "_maps": []}  # a mapped file would be pickled as a copy of its bytes
 
 
+def source_of(config: Config, split: Split = "train") -> Any:
+    """Return the config of the data that a cache was made from.
+
+    Raises:
+        UserError: there is no such cache, or its index is damaged.
+    """
+    return load(Source, values={"data": read_index(Path(config.root).expanduser() / split).source}).data
+
+
 # ------------------------------------------------------------------------------------------------- files
 
 _AGAIN = "run `python -m visgen.encode` again with the same options"

@@ -80,7 +80,7 @@ def fit(
     state = prepare(objective, run, data.classes, accelerator, loop, optim, ema)
     state.data_samples = len(data)
     if scoring is not None:
-        scoring.prepare(objective, accelerator)
+        scoring.prepare(objective, accelerator, data.classes)
     start, said, in_place = 0, [""], False
     if resume is not None:
         in_place = resume.parent.resolve() == run.resolve()

@@ -19,8 +19,8 @@ import yaml
 from visgen import config as configs
 from visgen import run_files
 from visgen.config import UserError, plugin
-from visgen.data import Data
-from visgen.launch import memory, writable
+from visgen.data import Data, codes
+from visgen.launch import memory, say, writable
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
 from visgen.train.loop import fit, make_accelerator
@@ -256,18 +256,31 @@ def held_out(config: TrainConfig, data: Data) -> Data:
 
 
 def data_of(checkpoint: str) -> Any:
-    """The data config of the run that a run or step directory belongs to.
+    """Return the data config of the run that a run or step directory belongs to, and say which data it is.
+
+    Of cached codes it is the config of the data that they were made from.
 
     Raises:
         UserError: no such directory, or no config.yaml in it.
     """
+    if not checkpoint:
+        raise UserError(
+            "--data.kind and its settings are needed, or a checkpoint with a config.yaml that names the data"
+        )
     path = Path(checkpoint)
     found = next((p for p in (path / "config.yaml", path.parent / "config.yaml") if p.is_file()), None)
     if found is None and not path.exists():
         raise UserError(f"checkpoint {path} is not here; pass a run directory, or with a Hub id also --data.kind")
     if found is None:
         raise UserError(f"there is no config.yaml in {path} that names the data; pass --data.kind and its settings")
-    return configs.load(TrainConfig, values=configs.read_yaml(found)).data
+    data = configs.load(TrainConfig, values=configs.read_yaml(found)).data
+    said = f"data: {configs.kind_of(data)}, from {found}"
+    if isinstance(data, codes.Config):
+        with contextlib.suppress(UserError):  # the cache is not here: what needs pixels says so
+            data = codes.source_of(data)
+            said += f"; its codes were made from {configs.kind_of(data)}"
+    say(said)
+    return data
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from visgen.metrics.protocol import SamplePlan
 from visgen.model import Model
 from visgen.objectives import Objective
 from visgen.sampling import EngineConfig, SamplingConfig
+from visgen.scored_data import build_pictures, check_match
 from visgen.tally import Bundle, Tally
 from visgen.train.shards import sharding
 
@@ -73,8 +75,11 @@ class Scoring:
         every = self.config.every
         return every > 0 and (done % every == 0 or done == steps)
 
-    def prepare(self, objective: Objective, accelerator: Accelerator) -> None:
+    def prepare(self, objective: Objective, accelerator: Accelerator, classes: Sequence[str]) -> None:
         """Reads the pictures, and scores the reference on all processes.
+
+        Args:
+            classes: names of the classes that the model is trained on.
 
         Raises:
             UserError: the objective draws no images of classes, has no tokenizer, or the settings do not fit.
@@ -89,14 +94,15 @@ class Scoring:
             raise UserError("score.every needs the tokenizer that decodes the images: set objective.tokenizer")
         config, device = self.config, accelerator.device
         try:
-            pictures = ev.build_pictures(self.data, "held_out")
+            pictures = build_pictures(self.data, "held_out")
         except UserError as error:
             raise UserError(f"score.every needs held-out pictures ({error}), as --score.data.kind") from None
-        ev.check_match(pictures, tokenizer, model.config.condition.classes)
+        count = model.config.condition.classes
+        self.labels = check_match(pictures, tokenizer, count, classes, "score.data: the training")
         if not sharding(accelerator):  # the shards of a model draw nothing; its whole average is checked when it does
             self.check(model, tokenizer, str(device))
         extractor = build_extractor(config.extractor, weights=config.weights, device=device)
-        plan = SamplePlan(config.n, model.config.condition.classes, config.seed)
+        plan = SamplePlan(config.n, len(pictures.classes), config.seed)
         n_ref = min(config.reference_n or len(pictures), len(pictures))
         ev.check_size(plan, n_ref, extractor, config.groups, config.allow_small)
         reference = ev.reference(pictures, extractor, ev.World.current(), config.reference_n)
@@ -129,7 +135,7 @@ class Scoring:
             tally = Tally(
                 self.extractor, self.reference, config.n, config.groups, world, config.allow_small, neighbours=False
             )
-            tally.take(ev.generated(generator, self.plan, settings, world), self.extractor)
+            tally.take(ev.generated(generator, self.plan, settings, world, self.labels), self.extractor)
             scores = tally.scores()
         found = {}
         for name, score in scores.items():
