@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONTROL := assets/emoji64_edges
 
-.PHONY: help env demo test test-slow lint types clean
+.PHONY: help env demo test test-slow test-mutations lint types clean
 
 help:
-	@echo "make demo       sample from the shipped checkpoints into out/demo/"
-	@echo "make test       environment, lint, types, tests"
-	@echo "make test-slow  the long proofs"
+	@echo "make demo            sample from the shipped checkpoints into out/demo/"
+	@echo "make test            environment, lint, types, tests"
+	@echo "make test-slow       the long proofs"
+	@echo "make test-mutations  small wrong changes, each of which a test must notice"
 
 env: $(VENV)/.installed
 
@@ -39,6 +40,9 @@ test: lint types
 
 test-slow: env
 	$(BIN)/python -m pytest -m slow
+
+test-mutations: env
+	$(BIN)/python tests/mutations.py
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

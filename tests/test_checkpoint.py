@@ -107,6 +107,20 @@ def test_equal_contents_are_equal_files(tmp_path):
     assert checkpoint.read_metadata(tmp_path / "0.safetensors")["é"] == "ü\n"
 
 
+def test_hash_of_weights_ignores_dropout_alone():
+    def hashed(**values):
+        torch.manual_seed(1)
+        backbone = config.plugin_config("visgen.backbones", "ar", width=16, layers=1, heads=2, **values)
+        dropped = values.get("token_dropout", 0.1)
+        condition = config.plugin_config("visgen.conditions", "label", classes=3, dropout=dropped)
+        model = Model(ModelConfig(grid=(1, 4, 4), vocab=15, backbone=backbone, condition=condition))
+        return checkpoint.weights_hash(model)
+
+    rates = {"token_dropout": 0.4, "residual_dropout": 0.3, "mlp_dropout": 0.2, "drop_path": 0.5}
+    assert hashed() == hashed(**rates)
+    assert hashed() != hashed(norm_eps=1e-4) and hashed() != hashed(rope_base=500.0), "what a law depends on is in it"
+
+
 def test_hash_is_of_weights_and_config():
     one, other = make_tokenizer(), make_tokenizer(seed=1)
     assert (

@@ -84,6 +84,15 @@ def test_control_k_changes_no_logits_before_token_k(make_model: MakeModel) -> No
         assert not torch.allclose(after[:, k], before[:, k], atol=1e-3), k
 
 
+def test_a_row_that_is_dropped_loses_condition_and_control(make_model: MakeModel) -> None:
+    model = make_model(control="canny", layers=3)
+    drop, both = torch.tensor([True, False, True, False]), {"label": LABELS, "map": maps()}
+    found = model.loss(TOKENS, both, drop, torch.zeros(4, dtype=torch.bool))
+    uncontrolled = model.loss(TOKENS, {"label": LABELS}, drop)
+    assert torch.allclose(found[drop], uncontrolled[drop], atol=1e-5)
+    assert not torch.allclose(found[~drop], uncontrolled[~drop], atol=1e-3)
+
+
 @pytest.mark.parametrize("guidance", GUIDANCES, ids=str)
 @pytest.mark.parametrize("condition", [None, {"kind": "text", "tokens": 6, "channels": 8}], ids=["label", "text"])
 def test_the_cached_path_equals_the_full_forward(make_model: MakeModel, guidance: Guidance, condition: Any) -> None:

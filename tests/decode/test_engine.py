@@ -257,6 +257,22 @@ def test_guidance_combines_two_full_forwards(make_model: MakeModel, guidance: Gu
         assert not torch.allclose(expected, conditional, atol=0.1)
 
 
+def test_laws_of_a_whole_pass_are_guided_where_windows_are(make_model: MakeModel) -> None:
+    engine, batch = Engine(make_model(), Guidance(2.5, (0.2, 0.8), "linear"), Warp(0.9)), {"label": LABELS}
+    with torch.inference_mode():
+        whole = engine.laws(batch, TOKENS).logits
+        engine.begin(batch)
+        window = engine.forward(TOKENS, torch.arange(N).expand(3, -1)).logits
+    assert torch.allclose(whole, window, atol=1e-4)
+
+
+def test_laws_of_bf16_weights_are_float32(make_model: MakeModel) -> None:
+    engine = started(make_model().bfloat16(), {"label": torch.tensor([0])}, None, Warp(0.9, top_p=0.9))
+    with torch.inference_mode():
+        law = engine.forward(torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    assert law.logits.dtype == torch.float32
+
+
 # ----------------------------------------------------------------------------------------------- whole decodes
 
 

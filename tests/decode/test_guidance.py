@@ -30,6 +30,14 @@ def test_weights_equal_the_twin(schedule: str, interval: tuple[float, float], sc
     assert torch.allclose(weights.sum(0), torch.ones(2, tokens))
 
 
+def test_a_scale_of_the_control_follows_schedule_and_interval() -> None:
+    index = torch.tensor([[0, 2, 4]])
+    null, plain, controlled = Guidance(2.0, schedule="linear", control=5.0).weights(index, 5)[:, 0].tolist()
+    assert (null, plain, controlled) == ([0, -0.5, -1], [0, -1.5, -3], [1, 3, 5])
+    weights = Guidance(2.0, (0.5, 1.0), control=5.0).weights(index, 5)
+    assert weights[:, 0, 0].tolist() == [0, 0, 1] and weights[-1, 0].tolist() == [1, 5, 5]
+
+
 def test_scale_one_needs_one_branch_and_zero_is_unconditional() -> None:
     index = torch.tensor([[0, 1]])
     assert Guidance(1.0).branches == 1 and Guidance(1.0).weights(index, 2).tolist() == [[[1, 1]]]

@@ -127,6 +127,10 @@ def test_streams_iterations_seeds_positions_and_lanes_are_uncorrelated() -> None
     assert everything.unique().numel() == everything.numel() == u.numel()
 
 
+def test_no_two_streams_are_one() -> None:
+    assert len(Stream) == len(Stream.__members__), "two names of one number are one member"
+
+
 def test_a_row_depends_on_its_seed_alone() -> None:
     seeds, index = torch.tensor([7, 3, 9, 3]), torch.tensor([[0, 4], [1, 2], [5, 6], [1, 2]])
     together = Noise(seeds).gumbel(index, 6, Stream.TOKEN)

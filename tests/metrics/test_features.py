@@ -240,6 +240,15 @@ def test_dinov2_loads_a_local_file(tmp_path, monkeypatch):
         features._dinov2(tmp_path / "bad.safetensors", False, arch)
 
 
+def test_dinov2_reads_rounded_pixels():
+    """dgm-eval resizes uint8 images, so its network reads whole levels."""
+    spec = features._dinov2(None, True, "vit_small_patch14_dinov2.lvd142m")
+    mean, std = (torch.tensor(x)[:, None, None] for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    levels = (spec.prepare(_images(1, 48)) * std + mean) * 255
+    assert levels.shape == (1, 3, 224, 224) and (levels - levels.round()).abs().max() < 1e-3
+    assert levels.min() > -0.5 and levels.max() < 255.5 and levels.round().unique().numel() > 100
+
+
 def test_debug_extractor_is_fixed():
     extractor = build_extractor("fd_debug", batch=3)
     images = _images(7, 16, 24)

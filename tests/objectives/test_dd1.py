@@ -124,6 +124,22 @@ def test_the_second_output_learns_the_codes(teacher_dir: Path) -> None:
     assert torch.allclose(logs["mse"], far, atol=1e-5)
 
 
+def test_known_tokens_have_no_part_in_the_losses(teacher_dir: Path) -> None:
+    objective = ready(teacher_dir, backbone={"regress": True, "second": 6}, regression=0.5)
+    net, model = objective.nets["student"], objective.exported()
+    tokens, seeds = torch.randint(16, (4, 16), generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    start = torch.tensor([0, 6, 6, 0])
+    values, level = inputs(model, tokens, seeds, start)
+    _, logs = net(values, level, tokens, BATCH)
+    cond = model.condition(BATCH)
+    h = model.backbone(values, None, cond=cond, level=level)[:, 1:]
+    far = (model.backbone.vectors(h, cond) - model.backbone.codes[tokens]).square().mean(-1)  # [B, N]
+    fresh = torch.arange(16) >= start.unsqueeze(1)
+    assert torch.allclose(logs["mse"], far[fresh].sum() / net.expected(4), atol=1e-5)
+    changed = torch.where(fresh, tokens, (tokens + 1) % 16)  # known tokens are wrong, what is read of them is not
+    assert all(torch.equal(value, logs[name]) for name, value in net(values, level, changed, BATCH)[1].items())
+
+
 def test_a_student_starts_from_its_teacher(teacher_dir: Path) -> None:
     objective, teacher = ready(teacher_dir), checkpoint.load_model(teacher_dir).state_dict()
     own = objective.exported().state_dict()

@@ -210,6 +210,15 @@ def test_fewer_tokens_than_codes():
     assert torch.isfinite(quantizer.table).all()
 
 
+def test_a_moving_share_moves_by_one_minus_the_decay():
+    quantizer, z = make(codes=4, decay=0.9).train(), torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(quantizer.encode(z).flatten(), minlength=4)
+    assert counts.unique().numel() > 1, "shares that differ"
+    before = quantizer.share.clone()
+    quantizer(z)
+    torch.testing.assert_close(quantizer.share, 0.9 * before + 0.1 * counts * 4 / 8)
+
+
 def test_usage_forgets_codes_after_the_window():
     quantizer = make(window=2)  # 32 tokens
     every = quantizer.table.detach()[None]

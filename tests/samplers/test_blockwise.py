@@ -83,6 +83,20 @@ def test_it_is_the_naive_loop(
     assert found.rounds.unique().tolist() == [evaluations + i * (evaluations + 1) for i in range(blocks)]
 
 
+def test_a_block_is_guided_by_its_place(make_blocks: Callable[..., Any]) -> None:
+    model, sampler = make_blocks(block=(1, 2, 4)), made()
+
+    def drawn(*guidance: Any) -> Tensor:
+        engine = Engine(model, Guidance(*guidance))
+        engine.begin({"label": LABELS})
+        return engine.run(sampler, Noise(SEEDS)).tokens
+
+    plain, late, constant = drawn(1.0), drawn(3.0, (0.9, 1.0)), drawn(3.0)
+    first = model.backbone.raster(torch.arange(8))
+    assert torch.allclose(late[:, first], plain[:, first], atol=1e-4) and not torch.allclose(late, plain, atol=1e-2)
+    assert not torch.allclose(drawn(3.0, (0.0, 1.0), "linear"), constant, atol=1e-2)
+
+
 def test_without_guidance_one_branch_is_computed(make_blocks: Callable[..., Any]) -> None:
     model = make_blocks()
     assert close(decode(model, 1.0).tokens, naive(model, 1.0, "auto", 3))

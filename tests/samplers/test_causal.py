@@ -69,6 +69,18 @@ def test_known_tokens_are_kept_and_read_by_later_ones(make_causal: Callable[...,
     assert torch.equal(found[KEEP], KNOWN[KEEP]) and close(found, naive(model, 1.7, KEEP))
 
 
+def test_an_order_is_of_its_own_batch(make_causal: Callable[..., Model]) -> None:
+    model, sampler = make_causal(order="random"), build(plugin_config("visgen.samplers", "causal", steps=3))
+
+    def drawn(engine: Engine, seeds: list[int]) -> Tensor:
+        engine.begin({"label": torch.tensor([0, 0])})
+        return engine.run(sampler, Noise(torch.tensor(seeds))).tokens
+
+    used = Engine(model)
+    drawn(used, [1, 2])
+    assert torch.allclose(drawn(used, [3, 4]), drawn(Engine(model), [3, 4]), atol=1e-4)
+
+
 def test_windows_with_a_cache_equal_the_training_pass(make_causal: Callable[..., Model]) -> None:
     model = make_causal()
     cond = model.condition({"label": LABELS})

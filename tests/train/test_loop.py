@@ -16,6 +16,7 @@ from toy import HERE, metrics, train
 from visgen import checkpoint, run_files
 from visgen.config import UserError, build, plugin_config
 from visgen.data import Samples
+from visgen.nn.keyed import normal
 from visgen.train import loop as loops
 from visgen.train import main as program
 from visgen.train import seeds
@@ -154,6 +155,40 @@ def test_the_loop_equals_plain_torch(tmp_path):
     saved = load_file(run / "step_0000006" / "model.safetensors")
     for (name, _), mean in zip(net.model.named_parameters(), average, strict=True):
         assert torch.allclose(saved[name], mean, atol=1e-7)
+
+
+def test_every_turn_of_a_step_draws_noise_of_its_own(tmp_path, monkeypatch):
+    from visgen.objectives.toy import Toy
+
+    seen, real = [], Toy.loss
+
+    def loss(self, name, nets, batch, step, rng):
+        seen.append(normal((8,), rng, torch.device("cpu")))
+        if name == "critic":
+            self.kept.append(self.kept[-1])  # two turns read what the autoencoder made
+        return real(self, name, nets, batch, step, rng)
+
+    monkeypatch.setattr(Toy, "turns", lambda self, step: ["model", "critic", "critic"])
+    monkeypatch.setattr(Toy, "loss", loss)
+    train(tmp_path / "run", "--loop.steps", "2")
+    assert len(seen) == 6 and torch.stack(seen).unique().numel() == 48
+
+
+def test_previews_are_made_by_the_average(tmp_path, monkeypatch):
+    from visgen.objectives.toy import Toy
+
+    seen, real = [], Toy.preview
+
+    def preview(self, model, batch, seed):
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return real(self, model, batch, seed)
+
+    monkeypatch.setattr(Toy, "preview", preview)
+    run = train(tmp_path / "run", "--loop.preview-every", "4")
+    for step, previewed in zip((4, 6), seen, strict=True):
+        saved = state_of(run / run_files.step_name(step))
+        assert same(previewed, saved["ema"])
+        assert not torch.equal(previewed["encode.weight"], saved["model.safetensors"]["model.encode.weight"])
 
 
 def test_the_critic_moves_only_in_its_turns(whole):
