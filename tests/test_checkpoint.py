@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -195,8 +196,9 @@ def test_damaged_facts_of_a_step_are_said(runs, content):
 @pytest.mark.parametrize("best", [3, "x", {}, {"step": "1"}, []])
 def test_a_damaged_best_is_said(runs, best):
     (runs / "ar" / "step_0000002" / "meta.json").write_text(json.dumps({"best": best}))
-    refused(lambda: run_files.find_step(runs / "ar", "best"), "meta.json is damaged (its 'best' is ", "copy the step")
-    assert run_files.find_step(runs / "ar").name == "step_0000002"
+    for which in ("best", None):
+        words = ("meta.json is damaged (its 'best' is ", "copy the step")
+        refused(lambda which=which: run_files.find_step(runs / "ar", which), *words)
 
 
 def test_weights_without_facts_are_no_step_of_a_run_but_stand_alone(runs):
@@ -239,6 +241,8 @@ def test_weights_that_do_not_fit_are_listed(runs):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
+    metadata = {**metadata, "format": "visgen/1"}  # as an older version wrote it, without a checksum
+    del metadata["crc32"]
     tensors["extra"] = torch.zeros(1)
     tensors["to_code.weight"] = tensors["to_code.weight"][:1].clone()
     del tensors["to_code.bias"]
@@ -259,7 +263,7 @@ def test_foreign_files_and_foreign_configs(tmp_path):
     refused(lambda: checkpoint.load_module(path), "was not written by visgen", "visgen.convert")
 
     def described(**values):
-        save_file({"a": torch.zeros(1)}, path, {"format": checkpoint.FORMAT, "config": json.dumps(values)})
+        save_file({"a": torch.zeros(1)}, path, {"format": "visgen/1", "config": json.dumps(values)})
 
     described(package="os", kind="path")
     refused(lambda: checkpoint.load_module(path), "package 'os' is not part of visgen")
@@ -293,3 +297,168 @@ def test_what_is_missing_is_said(tmp_path):
     begun.mkdir()
     (begun / "config.yaml").write_text("loop: {}")
     refused(lambda: run_files.find_step(begun), "has saved no step yet; train it first")
+
+
+# ------------------------------------------------------------------------------------------- damage, and edits
+
+
+def altered(path, change):
+    """Writes a weight file again, as an older version did, after `change(tensors, metadata)`."""
+    with safe_open(path, "pt") as file:
+        metadata = {**file.metadata(), "format": "visgen/1"}
+    del metadata["crc32"]
+    tensors = load_file(path)
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+def test_weights_that_are_not_finite_are_refused_by_every_reader(runs):
+    def spoil(tensors, metadata):
+        tensors[sorted(tensors)[0]].view(-1)[0] = float("nan")
+
+    altered(runs / "ar" / "step_0000002" / "model.safetensors", spoil)
+    altered(runs / "ar" / "tokenizer.safetensors", spoil)
+    words = ("holds a value that is not finite", "copy it again")
+    refused(lambda: checkpoint.load_model(runs / "ar"), "model.safetensors: tensor ", "step_0000001", *words)
+    refused(lambda: checkpoint.load_tokenizer(runs / "ar"), "tokenizer.safetensors: tensor ", *words)
+
+
+def test_weights_of_an_older_version_are_compared_with_the_facts_of_their_step(runs):
+    step = runs / "ar" / "step_0000002"
+    altered(step / "model.safetensors", lambda tensors, metadata: None)
+    run_files.write_meta(step, {"step": 2, "crc32": run_files.checksums(step)})
+    checkpoint.load_model(runs / "ar")
+    data = bytearray((step / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (step / "model.safetensors").write_bytes(data)
+    for path in (runs / "ar", step, step / "model.safetensors"):
+        refused(lambda path=path: checkpoint.load_model(path), "model.safetensors is damaged (checksum", "step_0000001")
+
+
+@pytest.mark.parametrize(
+    "config", ["", "{", "[]", "3", "null", "{}", "[" * 100_000, '{"package": 3}', '{"package": []}']
+)
+def test_a_config_that_is_none_is_one_line(runs, config):
+    altered(runs / "ar" / "step_0000002" / "model.safetensors", lambda _, metadata: metadata.update(config=config))
+    refused(lambda: checkpoint.load_model(runs / "ar"), "step_0000002/model.safetensors: its config ", "copy it again")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"package": "os", "kind": "path"},
+        {"package": "visgen.train", "kind": "main"},
+        {"package": "visgen.convert", "kind": "check"},
+        {"package": "visgen.tokenizers", "kind": "../x"},
+        {"package": "visgen.tokenizers", "kind": None},
+        {"package": "visgen.tokenizers", "kind": "_conv"},
+        {"package": "visgen.model", "backbone": 3},
+        {"package": "visgen.model", "backbone": {"kind": ["ar"]}},
+        {"package": "visgen.model", "grid": [1, "x", 2]},
+        {"package": "visgen.model", "grid": None},
+        {"package": "visgen.model", "vocab": -1},
+        {"package": "visgen.model", "vocab": 1e300},
+    ],
+)
+def test_configs_that_name_no_module_are_one_line(runs, change):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    altered(path, lambda _, metadata: metadata.update(config=json.dumps({**json.loads(metadata["config"]), **change})))
+    refused(lambda: checkpoint.load_module(path), str(path))
+
+
+def test_sizes_are_compared_before_memory_is_taken(runs, monkeypatch):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    altered(path, lambda _, facts: facts.update(config=facts["config"].replace('"vocab": 15', '"vocab": 16777216')))
+    built = []
+    real = checkpoint.Model.__init__
+
+    def spy(self, config):
+        built.append(torch.empty(0).device.type)
+        real(self, config)
+
+    monkeypatch.setattr(checkpoint.Model, "__init__", spy)
+    refused(lambda: checkpoint.load_model(runs / "ar"), "its tensors do not fit its config", "[16777216, 16]")
+    assert built == ["meta"]
+
+
+@pytest.mark.parametrize("classes", ["", "{", "3", '"ant"', "[1, 2]", "{}", "null", "[" * 100_000])
+def test_classes_that_are_no_names_are_one_line(runs, classes):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    altered(path, lambda _, metadata: metadata.update(classes=classes))
+    refused(lambda: checkpoint.load_model(runs / "ar"), "its classes are ", "not a list of names")
+
+
+@pytest.mark.parametrize("step", ["x", "-3", "8.0", "", "null", "True"])
+def test_a_step_that_is_no_number_is_one_line(runs, step):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    altered(path, lambda _, metadata: metadata.update(step=step))
+    refused(lambda: checkpoint.load_model(runs / "ar"), f"its step is '{step}', not a number")
+
+
+def test_parts_without_a_base_and_in_a_circle_are_one_line(runs):
+    path = runs / "ar" / "step_0000002" / "model.safetensors"
+    altered(path, lambda _, metadata: metadata.update(part="control"))
+    refused(lambda: checkpoint.load_model(runs / "ar"), "holds the part 'control' and names no base")
+    altered_again = {"base": "abc", "base_path": str(runs / "ar")}
+    with safe_open(path, "pt") as file:
+        metadata = {**file.metadata(), **altered_again}
+    save_file(load_file(path), path, metadata)
+    refused(lambda: checkpoint.load_model(runs / "ar"), "is this part itself", "--base")
+    refused(lambda: checkpoint.load_model(runs / "ar", base=runs / "ar"), "is this part itself", "--base")
+    other = runs / "other" / "step_0000001"
+    other.mkdir(parents=True)
+    (other / "meta.json").write_text("{}")
+    save_file(load_file(path), other / "model.safetensors", {**metadata, "base_path": str(runs / "ar")})
+    save_file(load_file(path), path, {**metadata, "base_path": str(runs / "other")})
+    refused(lambda: checkpoint.load_model(runs / "ar"), "is this part itself", "--base")
+
+
+@pytest.mark.parametrize("step", [9, 12, None, -3, "2", 2.0, True, [], {}])
+def test_a_step_that_is_not_its_directory_is_refused(runs, step):
+    folder = runs / "ar" / "step_0000002"
+    for write in (run_files.write_meta, lambda folder, facts: (folder / "meta.json").write_text(json.dumps(facts))):
+        write(folder, {"step": step})
+        refused(lambda: run_files.read_meta(folder), f"its step is {step!r}, its directory is step_0000002")
+        refused(lambda: checkpoint.load_model(runs / "ar"), "meta.json is damaged", "step_0000001")
+
+
+def test_facts_that_were_edited_are_refused(runs):
+    folder = runs / "ar" / "step_0000002"
+    run_files.write_meta(folder, {"step": 2, "samples": 80})
+    assert run_files.read_meta(folder) == {"step": 2, "samples": 80}
+    (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("80", "81"))
+    refused(lambda: run_files.find_step(runs / "ar"), "meta.json is damaged (its checksum differs")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("samples", "80"),
+        ("samples", -1),
+        ("data_samples", 8.0),
+        ("data_samples", None),
+        ("processes", True),
+        ("objective", 3),
+        ("crc32", [1]),
+        ("crc32", {"state/model.safetensors": "1"}),
+        ("best", {"step": 1, "value": "x"}),
+        ("best", {"step": 1, "value": float("nan")}),
+        ("best", {"step": 1, "since": -1}),
+        ("best", {"step": 1, "metric": 3}),
+        ("best", {"step": True}),
+    ],
+)
+def test_facts_of_other_types_are_refused(runs, name, value):
+    folder = runs / "ar" / "step_0000002"
+    run_files.write_meta(folder, {"step": 2, name: value})
+    refused(lambda: run_files.read_meta(folder), "meta.json is damaged (its ", name)
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+def test_the_umask_decides_the_permissions_of_weights(tmp_path, mask):
+    before, tokenizer = os.umask(mask), make_tokenizer()
+    try:
+        checkpoint.save_module(tmp_path / "t.safetensors", tokenizer, tokenizer.config)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "t.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask

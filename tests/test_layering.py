@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "checks / yaml_files parser files / config layout / nn data metrics launch run_files / "
+    "checks / yaml_files parser files / tensors / config layout / nn data metrics launch run_files / "
     "quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "
@@ -19,7 +19,10 @@ LAYERS = (
     "sweep_report / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
-ONLY = {"data": {"checks", "config", "files"}, "metrics": {"config", "files"}}  # stricter than their layer
+ONLY = {
+    "data": {"checks", "config", "files"},
+    "metrics": {"config", "files", "tensors"},
+}  # stricter than their layer
 PLUGINS = "quantizers tokenizers conditions controls heads backbones samplers objectives data"
 LAZY = {  # imports inside a function that may point upwards, each with its reason
     (

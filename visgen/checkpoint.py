@@ -1,7 +1,8 @@
 """Weight files, of run directories (`run_files.py`) and others.
 
 A weight file is safetensors whose metadata say how to build the module again:
-`{"format": "visgen/1", "config": JSON of {"package": ..., "kind": ..., fields}}`. Nothing is unpickled here.
+`{"format": "visgen/2", "config": JSON of {"package": ..., "kind": ..., fields}, "crc32": ...}` (`tensors.py`). A file
+of format visgen/1 has no checksum of its own; in a step, its `meta.json` has it. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -9,25 +10,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visgen import config as configs
+from visgen import files, tensors
 from visgen.config import REPOSITORY, UserError
 from visgen.model import Model, ModelConfig
-from visgen.run_files import TOKENIZER, WEIGHTS, find_step, is_step, older_steps
+from visgen.run_files import META, TOKENIZER, WEIGHTS, find_step, is_step, older_steps, read_meta
 from visgen.tokenizers import Tokenizer
 
-FORMAT = "visgen/1"
+FORMATS = ("visgen/1", files.FORMAT)
 MODEL = "visgen.model"
+PACKAGES = (MODEL, "visgen.tokenizers", "visgen.quantizers")  # of which there are weight files
 
 # ------------------------------------------------------------------------------------------------ weight files
 
@@ -40,7 +39,7 @@ def save_module(
     extra_metadata: Mapping[str, Any] | None = None,
     part: str = "",
 ) -> None:
-    """Writes `module`'s state and `config` to one safetensors file, first under a temporary name.
+    """Write `module`'s state and `config` to one safetensors file; see `tensors.write`.
 
     Args:
         config: the `Config` of a plugin file, or a `ModelConfig`.
@@ -50,20 +49,15 @@ def save_module(
             (`weights_hash`) and the `base_path` where it lay.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    tensors = {}
+    kept = {}
     for name, tensor in module.state_dict().items():
         if not name.startswith(f"{part}." if part else ""):
             continue
         cast = dtype if name in parameters and tensor.is_floating_point() else None
-        tensors[name] = tensor.detach().to("cpu", cast, copy=True).contiguous()
-    metadata = {"format": FORMAT, "config": json.dumps(describe(config), sort_keys=True)}
+        kept[name] = tensor.detach().to("cpu", cast, copy=True)
+    metadata = {"config": json.dumps(describe(config), sort_keys=True)}
     metadata |= {k: str(v) for k, v in (extra_metadata or {}).items()} | ({"part": part} if part else {})
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, temporary, metadata)
-    _sort_metadata(temporary)
-    temporary.chmod(0o644)  # safetensors makes it private
-    os.replace(temporary, path)
+    tensors.write(Path(path), kept, metadata)
 
 
 def load_module(path: Path | str, package: str | None = None, expect: Mapping[str, Any] | None = None) -> nn.Module:
@@ -77,8 +71,7 @@ def load_module(path: Path | str, package: str | None = None, expect: Mapping[st
         UserError: a missing or truncated file, another kind, other values, or weights that do not fit the config.
     """
     path = Path(path)
-    tensors, metadata = _read(path)
-    config = _described(metadata, path)
+    config, metadata = _described(path)
     if "part" in metadata:
         raise UserError(
             f"{path} holds the {metadata['part']} of a model alone; pass its run directory to load it whole"
@@ -88,19 +81,61 @@ def load_module(path: Path | str, package: str | None = None, expect: Mapping[st
             f"{path} holds {_name(config['package'])} ({_label(config)}), {_name(package)} is needed; "
             f"pass the run directory of {_name(package)}"
         )
-    module = _build(config, path)
+    found = tensors.load(path, _remedy(path))
+    module = _build(config, path, found)
     for name, value in (expect or {}).items():
-        found = getattr(module, name, None)
-        if _plain(found) != _plain(value):
-            raise UserError(f"{path}: its {name} is {_plain(found)}, {_plain(value)} is needed; pass one that has it")
-    _audit(path, module, tensors)
-    module.load_state_dict(tensors)
+        mine = getattr(module, name, None)
+        if _plain(mine) != _plain(value):
+            raise UserError(f"{path}: its {name} is {_plain(mine)}, {_plain(value)} is needed; pass one that has it")
+    module.load_state_dict(found)
     return module.eval()
 
 
 def read_metadata(path: Path | str) -> dict[str, str]:
-    """The metadata of a weight file, its weights unread."""
-    return _open(Path(path)).metadata() or {}
+    """Return the metadata of a weight file; its weights are not read.
+
+    Raises:
+        UserError: a missing or damaged file, or an entry that is not what its name says.
+    """
+    path = Path(path)
+    _require(path)
+    metadata = tensors.read_header(path, _remedy(path)).metadata
+    if metadata.get("format") in FORMATS:
+        classes_of(metadata, path)
+        if not metadata.get("step", "0").isdecimal():
+            raise _edited(path, f"its step is '{metadata['step']}', not a number")
+        if "part" in metadata and not metadata.get("base"):
+            raise _edited(path, f"it holds the part '{metadata['part']}' and names no base")
+    return metadata
+
+
+def classes_of(metadata: Mapping[str, str], path: Path) -> list[str]:
+    """Return the class names in the metadata of the weight file `path`; [] where there are none.
+
+    Raises:
+        UserError: the entry is no list of names.
+    """
+    try:
+        classes = json.loads(metadata.get("classes", "[]"))
+    except (ValueError, RecursionError):
+        classes = None
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise _edited(path, f"its classes are {metadata['classes'][:60]!r}, not a list of names")
+    return classes
+
+
+def verify(path: Path) -> None:
+    """Compare a weight file with its checksum: its own, or the one that the `meta.json` beside it records.
+
+    Raises:
+        UserError: the file is missing, truncated or changed.
+    """
+    _require(path)
+    header = tensors.verify(path, _remedy(path))
+    if not header.crc32 and (path.parent / META).is_file():
+        wanted = read_meta(path.parent).get("crc32", {}).get(path.name)
+        if wanted is not None and files.crc32(path) != wanted:
+            raise UserError(f"{path} is damaged (checksum: not that of {META}); {_remedy(path)}")
 
 
 def load_tokenizer(path: Path | str, **expect: Any) -> Tokenizer:
@@ -122,10 +157,14 @@ def load_model(path: Path | str, base: Path | str | None = None, **expect: Any) 
         base: of a file that holds a part of a model alone, such as its control: the run or step that has the rest;
             default: where it lay when the part was trained, or a run of that name beside the part's.
     """
-    weights = _weights(Path(path))
+    return _load_model(Path(path), base, expect)
+
+
+def _load_model(path: Path, base: Path | str | None, expect: dict[str, Any], over: tuple[Path, ...] = ()) -> Model:
+    weights = _weights(path)
     facts = read_metadata(weights)
     if "part" in facts:
-        return _joined(weights, base)
+        return _joined(weights, base, over)
     if base is not None:
         raise UserError(f"{weights} is a whole model, which has no base; leave --base out")
     model: Model = load_module(weights, MODEL, expect)  # type: ignore[assignment]
@@ -133,8 +172,11 @@ def load_model(path: Path | str, base: Path | str | None = None, **expect: Any) 
     return model
 
 
-def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model]:
+def base_of(weights: Path, given: Path | str | None = None, over: tuple[Path, ...] = ()) -> tuple[Path, Model]:
     """Where the rest of a model lies of which `weights` holds a part, and that model; see `load_model`.
+
+    Args:
+        over: files of parts that rest on this one, which cannot be its base.
 
     Raises:
         UserError: it is not found, or what is there is another model.
@@ -143,11 +185,14 @@ def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model
     recorded = Path(facts.get("base_path", ""))
     run = weights.parent.parent if is_step(weights.parent) else weights.parent
     places = [run.parent / recorded.name, recorded, REPOSITORY / recorded] if given is None else [Path(given)]
-    wanted, others = facts.get("base", ""), []
+    wanted, others, over = facts.get("base", ""), [], (*over, weights.resolve())
     for place in dict.fromkeys(places):
         if given is None and not place.exists():
             continue
-        model = load_model(place)
+        if _weights(place).resolve() in over:
+            others.append(f"{place} is this part itself")
+            continue
+        model = _load_model(place, None, {}, over)
         found = weights_hash(model)
         if found == wanted:
             return place, model
@@ -159,13 +204,13 @@ def base_of(weights: Path, given: Path | str | None = None) -> tuple[Path, Model
     )
 
 
-def _joined(weights: Path, base: Path | str | None) -> Model:
-    """The model of a file that holds a part of it, the other tensors being its base's."""
-    tensors, metadata = _read(weights)
-    _, rest = base_of(weights, base)
-    model: Model = _build(_described(metadata, weights), weights)  # type: ignore[assignment]
-    joined = rest.state_dict() | tensors
-    _audit(weights, model, joined)
+def _joined(weights: Path, base: Path | str | None, over: tuple[Path, ...]) -> Model:
+    """Return the model of a file that holds a part of it; the other tensors are its base's."""
+    config, _ = _described(weights)
+    part = tensors.load(weights, _remedy(weights))
+    _, rest = base_of(weights, base, over)
+    joined = rest.state_dict() | part
+    model: Model = _build(config, weights, joined)  # type: ignore[assignment]
     model.load_state_dict(joined)
     return model.eval()
 
@@ -190,9 +235,9 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return _digest(_choices(tokenizer.config), kept)
 
 
-def _digest(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def _digest(described: dict[str, Any], kept: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(kept.items()):
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.float() if tensor.is_floating_point() else tensor
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -219,70 +264,81 @@ def describe(config: Any) -> dict[str, Any]:
     return {"package": package, "kind": configs.kind_of(config), **configs.dump(config)}
 
 
-def _build(config: dict[str, Any], path: Path) -> nn.Module:
+def _build(config: dict[str, Any], path: Path, found: Mapping[str, Tensor]) -> nn.Module:
+    """Build the module of a config, once it is known that the tensors `found` fit.
+
+    Raises:
+        UserError: the config cannot be used, or its sizes are not those of the tensors.
+    """
+    try:
+        with torch.device("meta"):  # without memory: a config may declare any size
+            plan = _make(config)
+    except Exception as error:  # a config that was edited makes constructors raise anything
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{path}: its config cannot be used here: {reason}") from None
+    _audit(path, plan, found)
+    return _make(config)
+
+
+def _make(config: dict[str, Any]) -> nn.Module:
     values = {k: v for k, v in config.items() if k not in ("package", "kind")}
     package = config["package"]
-    try:
-        if package == MODEL:
-            return Model(configs.load(ModelConfig, values=values))
-        if not re.fullmatch(r"visgen(\.\w+)+", package):
-            raise UserError(f"package '{package}' is not part of visgen")
-        kind = type(configs.plugin_config(package, config["kind"]))
-        return configs.build(configs.load(kind, values=values))
-    except (UserError, ImportError) as error:
-        raise UserError(f"{path}: its config cannot be used here: {error}") from None
+    if package == MODEL:
+        return Model(configs.load(ModelConfig, values=values))
+    kind = type(configs.plugin_config(package, config["kind"]))
+    return configs.build(configs.load(kind, values=values))
 
 
-def _sort_metadata(path: Path) -> None:
-    """safetensors writes the metadata in an order of chance; sorted, equal contents are equal files."""
-    with open(path, "r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "a JSON header changed its length by sorting"
-        file.seek(8)
-        file.write(text.ljust(length))
+def _described(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the config and the metadata of a weight file, whose bytes are compared with their checksum.
 
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"checkpoint {path} does not exist; pass a run directory, one of its steps or a .safetensors")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        older = older_steps(path.parent)
+    Raises:
+        UserError: a missing or damaged file, or one without a config of ours.
+    """
+    verify(path)
+    metadata = read_metadata(path)
+    if metadata.get("format") not in FORMATS or "config" not in metadata:
         raise UserError(
-            f"{path} is truncated or not a safetensors file ({error}); copy it again"
-            + (f" or use the earlier {older[-1].name}" if older else "")
-        ) from None
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    with _open(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def _described(metadata: dict[str, str], path: Path) -> dict[str, Any]:
-    if metadata.get("format") != FORMAT:
-        raise UserError(
-            f"{path} was not written by visgen (its format is {metadata.get('format')!r}, not {FORMAT!r}); "
+            f"{path} was not written by visgen (its format is {metadata.get('format')!r}, not {files.FORMAT!r}); "
             "convert it with `python -m visgen.convert`"
         )
-    return json.loads(metadata["config"])
+    try:
+        config = json.loads(metadata["config"])
+        package, kind = config["package"], config.get("kind")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise _edited(path, f"its config is {metadata['config'][:60]!r}, not an object that names a package") from None
+    if package not in PACKAGES:
+        raise _edited(path, f"its config cannot be used here: package {package!r} is not part of visgen")
+    if package != MODEL and not isinstance(kind, str):
+        raise _edited(path, f"its config names the kind {kind!r}")
+    return config, metadata
 
 
-def _audit(path: Path, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"checkpoint {path} does not exist; pass a run directory, one of its steps or a .safetensors")
+
+
+def _remedy(path: Path) -> str:
+    older = older_steps(path.parent)
+    return "copy it again" + (f" or use the earlier {older[-1].name}" if older else "")
+
+
+def _edited(path: Path, reason: str) -> UserError:
+    return UserError(f"{path}: {reason}; copy it again")
+
+
+def _audit(path: Path, module: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Raises `UserError` that lists missing, unexpected and misshapen tensors."""
     wanted = module.state_dict()
     shapes = [
-        f"{n} {list(tensors[n].shape)} for {list(wanted[n].shape)}"
+        f"{n} {list(given[n].shape)} for {list(wanted[n].shape)}"
         for n in wanted
-        if n in tensors and tensors[n].shape != wanted[n].shape
+        if n in given and given[n].shape != wanted[n].shape
     ]
     found = {
-        "missing": [n for n in wanted if n not in tensors],
-        "unexpected": [n for n in tensors if n not in wanted],
+        "missing": [n for n in wanted if n not in given],
+        "unexpected": [n for n in given if n not in wanted],
         "of another shape": shapes,
     }
     faults = [
@@ -303,7 +359,8 @@ def _name(package: str) -> str:
 
 
 def _label(config: dict[str, Any]) -> str:
-    return config.get("kind") or config.get("backbone", {}).get("kind", "?")
+    backbone = config.get("backbone")
+    return config.get("kind") or (backbone.get("kind", "?") if isinstance(backbone, dict) else "?")
 
 
 def _plain(value: Any) -> Any:

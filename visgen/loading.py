@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from visgen import config as configs
-from visgen.checkpoint import base_of, load_model, load_tokenizer, read_metadata, tokenizer_hash
+from visgen.checkpoint import base_of, classes_of, load_model, load_tokenizer, read_metadata, tokenizer_hash
 from visgen.config import UserError
 from visgen.generate import Generator
 from visgen.run_files import TOKENIZER, WEIGHTS, Step, find_step
@@ -55,7 +54,7 @@ def load(
     _check_config(run / "config.yaml")
     meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
     meta |= {"tokenizer": given[:12]} | ({"base": info["base"][:12]} if "base" in info else {})
-    classes = json.loads(info.get("classes", "[]"))
+    classes = classes_of(info, found / WEIGHTS)
     return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
 
 

@@ -6,15 +6,16 @@ one, `tokenizer.safetensors`. What the weight files hold is told in `checkpoint.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from visgen.config import UserError
-from visgen.files import crc32, flush
+from visgen.files import crc32, flush, read_json, write_json
 
 WEIGHTS, TOKENIZER, META = "model.safetensors", "tokenizer.safetensors", "meta.json"
 Step = int | str | None  # which step of a run; "best": of its held-out metric; None: the newest
@@ -76,23 +77,27 @@ def find_step(path: Path | str, step: Step = None) -> Path:
 
 
 def read_meta(step: Path) -> dict[str, Any]:
-    """What the `meta.json` of a step says.
+    """Return what the `meta.json` of a step says.
 
     Raises:
-        UserError: it is missing, or it is no JSON object.
+        UserError: it is missing, was changed, or an entry is not what its name says.
     """
-    path = step / META
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    except FileNotFoundError:
+    path, older = step / META, older_steps(step)
+    if not path.is_file():
         raise UserError(
             f"{path} is missing, so {step.name} may be half a copy; copy it again, or pass the directory {step} itself"
-        ) from None
-    except (ValueError, OSError) as error:
-        raise _damaged(step, error) from None
+        )
+    remedy = f"copy the step again{f' or use the earlier {older[-1].name}' if older else ''}"
+    found = read_json(path, remedy)
+    wrong = _wrong_entry(found, step)
+    if wrong:
+        raise UserError(f"{path} is damaged ({wrong}); {remedy}")
     return found
+
+
+def write_meta(step: Path, facts: Mapping[str, Any]) -> None:
+    """Write the `meta.json` of a step, with its checksum."""
+    write_json(step / META, facts)
 
 
 def read_best(step: Path) -> dict[str, Any] | None:
@@ -101,16 +106,38 @@ def read_best(step: Path) -> dict[str, Any] | None:
     Raises:
         UserError: as `read_meta`.
     """
-    best = read_meta(step).get("best")
-    if best is not None and not (isinstance(best, dict) and isinstance(best.get("step"), int)):
-        raise _damaged(step, f"its 'best' is {best!r}, which names no step")
-    return best
+    return read_meta(step).get("best")
 
 
-def _damaged(step: Path, reason: Exception | str) -> UserError:
-    older = older_steps(step)
-    hint = f" or use the earlier {older[-1].name}" if older else ""
-    return UserError(f"{step / META} is damaged ({reason}); copy the step again{hint}")
+def _wrong_entry(facts: Mapping[str, Any], step: Path) -> str:
+    """Say which entry of a step's metadata is not what its name says; "": none."""
+    named = int(step.name.removeprefix("step_")) if is_step(step) else None
+    if "step" in facts and (not _is_count(facts["step"]) or (named is not None and facts["step"] != named)):
+        return f"its step is {facts['step']!r}, its directory is {step.name}"
+    for name in ("samples", "processes", "data_samples"):
+        if name in facts and not _is_count(facts[name]):
+            return f"its {name} is {facts[name]!r}, not a whole number"
+    if not isinstance(facts.get("objective", ""), str):
+        return f"its objective is {facts['objective']!r}, not a name"
+    sums = facts.get("crc32", {})
+    if not isinstance(sums, dict) or not all(map(_is_count, sums.values())):
+        return "its crc32 does not give a number for each file"
+    return _wrong_best(facts["best"]) if facts.get("best") is not None else ""
+
+
+def _wrong_best(best: Any) -> str:
+    if not isinstance(best, dict) or not _is_count(best.get("step")):
+        return f"its 'best' is {best!r}, which names no step"
+    value = best.get("value", 0.0)
+    if not isinstance(best.get("metric", ""), str) or not _is_count(best.get("since", 0)):
+        return f"its 'best' is {best!r}, which names no metric or no number of evaluations since"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return f"its 'best' is {best!r}, which has no finite value"
+    return ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def unfinished(final: Path) -> Path:

@@ -10,7 +10,6 @@ them to its `objective.model.backbone.guidance` and `.warp`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visgen.checkpoint import read_metadata
+from visgen.checkpoint import classes_of, read_metadata
 from visgen.checks import Positive, Seed
 from visgen.config import UserError, dump, load, run_program
 from visgen.data import Split, pairs
@@ -80,13 +79,14 @@ def write(config: Config) -> Path:
     if first + config.pairs > 1 << 63:
         raise UserError(f"first_seed {first} leaves no seeds for {config.pairs} pairs below 2^63; lower it")
     device, dtype = config.engine.resolve()
-    names = read_metadata(find_step(config.teacher or "") / WEIGHTS).get("classes", "[]")
+    weights = find_step(config.teacher or "") / WEIGHTS
+    names = classes_of(read_metadata(weights), weights)
     index = pairs.Index(
         split=config.split,
         pairs=config.pairs,
         shard_pairs=config.shard,
         first_seed=first,
-        classes=_names(names, classes),
+        classes=names if len(names) == classes else [str(i) for i in range(classes)],
         image_size=list(teacher.tokenizer.image_size),
         grid=list(teacher.model.grid),
         vocab=teacher.model.config.vocab,
@@ -121,11 +121,6 @@ def _pairs(engine: Engine, codes: Tensor, index: pairs.Index, part: range) -> Te
 
 def _batches(part: range, size: int) -> list[range]:
     return [part[k : k + size] for k in range(0, len(part), size)]
-
-
-def _names(recorded: str, classes: int) -> list[str]:
-    names = json.loads(recorded)
-    return names if len(names) == classes else [str(i) for i in range(classes)]
 
 
 def _is_whole(folder: Path, index: pairs.Index, number: int) -> bool:

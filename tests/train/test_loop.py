@@ -450,11 +450,33 @@ def test_zeros_in_a_state_that_can_be_read_are_found(whole, tmp_path, capsys):
     assert "state/model.safetensors has other bytes than were written" in capsys.readouterr().err
 
 
-def test_data_of_another_size_are_named(whole, tmp_path, capsys):
+@pytest.mark.parametrize("step", [5, 2, None, "4"])
+def test_facts_that_name_another_step_are_not_believed(whole, tmp_path, capsys, step):
     run = damaged(whole, tmp_path, "meta.json", 1)
     path = run / "step_0000004" / "meta.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "data_samples": 99}))
+    facts = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("format", "checksum")}
+    path.write_text(json.dumps({**facts, "step": step}))
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+    assert f"its step is {step!r}" in " ".join(capsys.readouterr().err.split())
+    assert same(state_of(whole / "step_0000006"), state_of(run / "step_0000006"))
+
+
+def test_a_state_that_is_not_finite_is_not_resumed(whole, tmp_path, capsys):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    path = run / "step_0000004" / "state" / "optimizer.bin"
+    state = torch.load(path, weights_only=True)
+    state["state"][0]["exp_avg"].view(-1)[0] = float("nan")
+    torch.save(state, path)
+    run_files.write_meta(path.parents[1], {"step": 4})
+    assert metrics(train(run, *NOISY)) == metrics(whole)
+    assert "exp_avg holds a value that is not finite" in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_of_another_size_are_named(whole, tmp_path, capsys):
+    run = damaged(whole, tmp_path, "meta.json", 1)
+    step = run / "step_0000004"
+    facts = run_files.read_meta(step)
+    run_files.write_meta(step, {**facts, "data_samples": 99})
     train(run, *NOISY)
     said = " ".join(capsys.readouterr().err.split())
     assert f"warning: the data had 99 samples at step 4, now {facts['data_samples']}" in said

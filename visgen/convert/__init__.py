@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import tensors as stored
 from visgen.config import UserError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -52,17 +52,17 @@ def check_sha256(content: bytes, wanted: str, source: str) -> None:
 
 
 def save(tensors: Mapping[str, Tensor], metadata: dict[str, str], out: str, dtype: Precision) -> str:
-    """Writes safetensors, all tensors in `dtype`; returns a line for the user."""
+    """Write safetensors, all tensors in `dtype`; return a line for the user."""
     path = Path(out)
     if path.suffix != ".safetensors":
         raise UserError(f"OUT is {out}; it must end in .safetensors")
     cast = {k: v.to(DTYPES[dtype]).contiguous() for k, v in tensors.items()}
-    broken = [k for k, v in cast.items() if not torch.isfinite(v).all()]
+    broken = [k for k, v in cast.items() if not stored.is_finite(v)]
     if broken:
         raise UserError(f"{_some(broken)}: not finite in {dtype}; use --dtype fp32")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(cast, path, metadata={**metadata, "dtype": dtype})
+        stored.write(path, cast, {**metadata, "dtype": dtype})
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     count = sum(v.numel() for v in cast.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import pickle
 import re
 import shutil
@@ -15,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from visgen import checkpoint, run_files
+from visgen import checkpoint, run_files, tensors
 from visgen.config import UserError
 from visgen.convert import DTYPES, Precision
 from visgen.tokenizers import Tokenizer
@@ -38,9 +35,9 @@ def read_weights(path: Path) -> dict[str, Any]:
         UserError: truncated, holding pickled code, or no dictionary.
     """
     again = "the file is truncated or no weights file, fetch it again"
+    if path.suffix == ".safetensors":
+        return dict(tensors.read(path, again, finite=False)[0])
     try:
-        if path.suffix == ".safetensors":
-            return dict(load_file(path))
         with torch.serialization.safe_globals([argparse.Namespace]):  # training files keep their arguments: plain data
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -69,7 +66,7 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def check_finite(module: nn.Module, dtype: Precision) -> None:
     """Raises `UserError` where a weight is not finite in `dtype`."""
-    broken = [k for k, v in module.named_parameters() if not torch.isfinite(v.to(DTYPES[dtype])).all()]
+    broken = [k for k, v in module.named_parameters() if not tensors.is_finite(v.detach().to(DTYPES[dtype]))]
     if broken:
         raise UserError(f"{', '.join(broken[:3])}: not finite in {dtype}; use --dtype fp32 or fetch the file again")
 
@@ -83,9 +80,9 @@ def write_run(out: Path, module: Any, facts: dict[str, Any], dtype: Precision, b
         if beside is not None:
             checkpoint.save_module(out / run_files.TOKENIZER, beside, beside.config)
         checkpoint.save_module(hidden / run_files.WEIGHTS, module, module.config, DTYPES[dtype], facts)
-        (hidden / run_files.META).write_text(json.dumps(facts | {"dtype": dtype}, indent=1) + "\n")
+        run_files.write_meta(hidden, facts | {"dtype": dtype, "crc32": run_files.checksums(hidden)})
         run_files.publish(step)
-    except (OSError, SafetensorError) as error:
+    except (OSError, UserError) as error:
         shutil.rmtree(hidden, ignore_errors=True)  # so that the same command may be run again
         with contextlib.suppress(OSError):
             (out / run_files.TOKENIZER).unlink()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from visgen.config import UserError, kinds
+from visgen.tensors import read
 
 TOLERANCE = 1e-4  # of max(1, largest |recorded value| of the row)
 
@@ -103,8 +103,4 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         what = "is no file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; pass a file of recorded vectors")
-    try:
-        with safe_open(path, "pt") as file:
-            return {k: file.get_tensor(k) for k in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from None
+    return read(path, "copy it again", finite=False)

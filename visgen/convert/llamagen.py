@@ -329,7 +329,7 @@ def tokenizer_for(source: str, size: int) -> Tokenizer:
     path = Path(source)
     ours = path.is_dir() and not (path / "consolidated.pth").is_file()
     if not ours and path.is_file() and path.suffix == ".safetensors":
-        ours = checkpoint.read_metadata(path).get("format") == checkpoint.FORMAT
+        ours = checkpoint.read_metadata(path).get("format") in checkpoint.FORMATS
     if not ours:
         kind, found = read(weights_file(source))
         if kind != "vq":

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from visgen.config import UserError
+from visgen.tensors import check_finite, read
 
 WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # VGG16, block by block
 HED_MEAN_BGR = (104.00699, 116.66877, 122.67892)
@@ -154,13 +154,18 @@ def _from_torchvision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a file in float32; raises `UserError` where it cannot be read."""
+    again = "fetch or convert them again"
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118 (not a dict)
-        return {k: v.float() for k, v in torch.load(path, map_location="cpu", weights_only=True).items()}
+            found, _ = read(path, again)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            check_finite(found, path, again)
+        return {k: v.float() for k, v in found.items()}
+    except UserError:
+        raise
     except Exception as error:
-        raise UserError(f"weights {path} cannot be read ({error}); fetch or convert them again") from None
+        raise UserError(f"weights {path} cannot be read ({error}); {again}") from None
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], complaint: str) -> None:

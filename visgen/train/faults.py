@@ -104,9 +104,7 @@ def together(accelerator: Accelerator, what: str, work: Callable[[], None]) -> N
     reason = ""
     try:
         work()
-    except UserError:
-        raise
-    except Exception as error:  # torch and safetensors each have their own for a full disk
+    except Exception as error:  # a full disk, mostly
         reason = " ".join(str(error).split())[:300] or type(error).__name__
     if not all_true(accelerator, not reason):
         raise UserError(f"{what}{f' ({reason})' if reason else ', by another process'}")

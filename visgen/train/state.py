@@ -15,11 +15,9 @@ from typing import Any, Literal
 import accelerate
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from visgen import checkpoint, files, run_files
+from visgen import checkpoint, files, run_files, tensors
 from visgen.checks import Natural, Positive, Seed, Weight
 from visgen.config import UserError
 from visgen.data import Data
@@ -33,6 +31,7 @@ from visgen.train.optim import OptimConfig
 from visgen.train.shards import gathered, moments_like, unwrapped, weights_like
 
 STATE = "state"  # sub-directory of a step
+AGAIN = "copy the step again, or use an earlier one"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -157,7 +156,7 @@ def save(state: State, step: int) -> None:
                 "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "crc32": run_files.checksums(temporary),
             }
-            (temporary / run_files.META).write_text(json.dumps(facts, indent=1) + "\n")
+            run_files.write_meta(temporary, facts)
             run_files.publish(final)
 
     try:
@@ -184,10 +183,10 @@ def write_state(state: State, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if name.endswith(".safetensors"):
-                save_file(whole, folder / name)
+                tensors.write(folder / name, whole)
             else:
-                torch.save(whole, folder / name)
-        except (OSError, RuntimeError, SafetensorError) as error:
+                tensors.write_pickle(folder / name, whole)
+        except (UserError, RuntimeError) as error:
             failed = error
     if failed is not None:
         raise failed
@@ -197,16 +196,14 @@ def read_state(state: State, folder: Path) -> None:
     """The opposite, of a state that any number of processes has written, sharded or not."""
     for i, (name, net) in enumerate(state.nets.items()):
         own = unwrapped(net)
-        tensors = {
-            k.removeprefix("module."): v for k, v in load_file(folder / f"model{_number(i)}.safetensors").items()
-        }
-        own.load_state_dict(weights_like(own, tensors))
-        saved = _unpickled(folder / f"optimizer{_number(i)}.bin")
+        found, _ = tensors.read(folder / f"model{_number(i)}.safetensors", AGAIN)
+        own.load_state_dict(weights_like(own, {k.removeprefix("module."): v for k, v in found.items()}))
+        saved = tensors.read_pickle(folder / f"optimizer{_number(i)}.bin", AGAIN)
         optimizer = state.optimizers[name].optimizer
         optimizer.load_state_dict(moments_like(optimizer, saved))
-    state.ema.load_state_dict(_unpickled(folder / "custom_checkpoint_0.pkl"))
+    state.ema.load_state_dict(tensors.read_pickle(folder / "custom_checkpoint_0.pkl", AGAIN))
     if hasattr(state.objective, "load_state_dict"):
-        state.objective.load_state_dict(_unpickled(folder / "custom_checkpoint_1.pkl"))
+        state.objective.load_state_dict(tensors.read_pickle(folder / "custom_checkpoint_1.pkl", AGAIN))
 
 
 def _pieces(state: State) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -221,10 +218,6 @@ def _pieces(state: State) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _number(i: int) -> str:
     return f"_{i}" if i else ""
-
-
-def _unpickled(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def export(state: State, average: nn.Module, folder: Path, step: int) -> None:
@@ -243,11 +236,9 @@ def mend_export(state: State, path: Path, step: int) -> str:
     Returns:
         What was done, in one line; "" for nothing.
     """
-    weights = path / run_files.WEIGHTS
+    weights, whole = path / run_files.WEIGHTS, True
     try:
-        checkpoint.read_metadata(weights)
-        wanted = run_files.read_meta(path).get("crc32", {}).get(run_files.WEIGHTS)
-        whole = wanted is None or files.crc32(weights) == wanted
+        checkpoint.verify(weights)
     except UserError:
         whole = False
     if all_true(state.accelerator, whole):
@@ -319,22 +310,27 @@ def load(state: State, path: Path) -> int:
         UserError: it is of another objective.
     """
     try:
-        facts = json.loads((path / run_files.META).read_text())
-        own = _about(state, 0)["objective"]
-        made = facts.get("objective", own)
-        if made != own:
-            raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
+        facts = run_files.read_meta(path)
+    except UserError as error:
+        raise _damaged(path, error) from error
+    own = _about(state, 0)["objective"]
+    made = facts.get("objective", own)
+    if made != own:
+        raise UserError(f"{path} is of objective {made}, this config trains {own}; pass a step of such a run")
+    try:
         for name, wanted in facts.get("crc32", {}).items():
             if name.startswith(f"{STATE}/") and files.crc32(path / name) != wanted:
                 raise ValueError(f"{name} has other bytes than were written")
         read_state(state, path / STATE)
         state.best.restore(path, state.run)
         return int(facts["step"])
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise Damaged(f"{path} does not fit this config or is damaged ({reason[:300]})") from error
+    except (RuntimeError, ValueError, KeyError, OSError, EOFError, UnpicklingError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> Damaged:
+    reason = " ".join(str(error).split()).partition(". ")[0]
+    return Damaged(f"{path} does not fit this config or is damaged ({reason[:300]})")
 
 
 def keep_tokenizer(objective: Objective, data: Data, run: Path, resume: Path | None) -> str:
