@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import shutil
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sample_program import run, settings_of
 from torch import Tensor
 
 import visgen
@@ -23,7 +26,7 @@ from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
 from visgen.generate import Generator, stream
-from visgen.images import pooled
+from visgen.images import grid, pooled
 from visgen.metrics.images import to_uint8
 from visgen.samplers.ar import AR, Config
 from visgen.sampling import EngineConfig, SamplingConfig
@@ -174,7 +177,21 @@ def test_one_label_serves_every_seed(generator: Generator, label: Any) -> None:
         ({"seeds": [1.5]}, "seeds [1.5] must be whole numbers"),
         ({"seeds": 3}, "seeds 3 must be whole numbers, one per image"),
         ({"seeds": torch.full((9, 9), 0.5)}, "must be whole numbers"),
-        ({"labels": None}, "label None is no class; the checkpoint knows Ankle boot"),
+        (
+            {"labels": None},
+            "labels are missing: pass ids or names of classes, as labels=[0]; the checkpoint knows Ankle",
+        ),
+        ({"seed": 1, "seeds": [1]}, "seed and seeds are both given"),
+        ({"seed": 1.5}, "seed 1.5 must be a whole number"),
+        ({"seed": -1}, "seed -1 is no seed"),
+        ({"num": 0}, "num 0 must be at least 1"),
+        ({"num": 2, "seeds": [1]}, "2 labels and 1 seeds"),
+        ({"top_k": 5, "warp": Warp()}, "top_k and warp are both given"),
+        ({"top_k": "few"}, "top_k 'few' must be a whole number"),
+        ({"top_p": 0}, "top_p 0.0 must be in (0, 1]"),
+        ({"temperature": [1]}, "temperature [1] must be a number"),
+        ({"lables": [0]}, "sample() has no argument 'lables'; did you mean 'labels'? It takes labels, seeds, guidance"),
+        ({"guidance_scale": 2}, "did you mean 'guidance'?"),
         ({"labels": 2.5}, "label 2.5 is no class"),
         ({"guidance": "big"}, "guidance 'big' must be its scale, a number, or a `Guidance`"),
         ({"guidance": [2]}, "guidance [2] must be its scale"),
@@ -186,6 +203,44 @@ def test_one_label_serves_every_seed(generator: Generator, label: Any) -> None:
 )
 def test_values_that_cannot_be_meant(generator: Generator, given: dict[str, Any], named: str) -> None:
     assert named in refused(lambda: generator.sample(**{"labels": [0], **given}))
+
+
+def test_what_the_program_takes_as_options_python_takes_as_arguments(generator: Generator) -> None:
+    images = generator.sample(["bag", 0], num=2, seed=5, temperature=0.9, top_k=3, top_p=0.8, guidance=2.0)
+    same = generator.sample([1, 1, 0, 0], [5, 6, 7, 8], 2.0, Warp(0.9, 3, 0.8))
+    assert (images.labels, images.seeds) == (same.labels, same.seeds) and torch.equal(images.tokens, same.tokens)
+    assert generator.sample("bag", num=3).seeds == [0, 1, 2]
+
+
+def test_a_model_of_one_class_needs_no_label(make_model: Callable[..., Any], generator: Generator) -> None:
+    single = Generator(make_model(grid=(1, 8, 8), classes=1), generator.tokenizer, EngineConfig(device="cpu"))
+    assert single.sample(num=2).labels == [0, 0]
+
+
+def test_images_show_themselves_in_one_line_and_in_a_notebook(generator: Generator) -> None:
+    images = generator.sample(["bag", 0, 1, 2, 1], seed=7)
+    assert repr(images) == "<5 images, 16 x 16 px, labels 1, 0, 1, 2, ... 1, seeds 7, 8, 9, 10, ... 11>"
+    assert repr(generator.sample("bag")) == "<1 images, 16 x 16 px, labels 1, seeds 0>"
+    with Image.open(io.BytesIO(images._repr_png_())) as shown:
+        assert np.array_equal(np.array(shown), grid(images.pixels, 5))
+
+
+def test_images_are_saved_as_the_program_saves_them(generator: Generator, checkpoint_dir: Path, tmp_path: Path) -> None:
+    paths = generator.sample(["bag", 0], seed=3, top_k=9).save(tmp_path / "new" / "out")
+    assert [p.name for p in paths] == ["0001_000003.png", "0000_000004.png"]
+    run(checkpoint_dir, tmp_path / "other", "--label", "bag", "0", "--num", "1", "--seed", "3", "--warp.top-k", "9")
+    found, wanted = settings_of(paths[0]), settings_of(tmp_path / "other" / "0001_000003.png")
+    assert found.pop("engine").pop("batch") == 3 and wanted.pop("engine") and wanted.pop("checkpoint")
+    assert found == wanted
+    generator.sample("bag", seed=3, top_k=9).save(tmp_path / "new" / "out")
+    assert len(list((tmp_path / "new" / "out").iterdir())) == 2, "the same image again"
+
+
+def test_what_is_given_as_tensors_tells_saved_images_apart(generator: Generator, tmp_path: Path) -> None:
+    mask = torch.ones(1, SIZE, SIZE, dtype=torch.bool)
+    for known in (picture(), -picture()):
+        generator.sample([0], known=(known, mask)).save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_no_memory_can_hold_is_refused_before_it_is_asked_for(
@@ -276,6 +331,17 @@ def test_everything_known_is_the_reconstruction(generator: Generator) -> None:
     with torch.no_grad():
         tokens = generator.tokenizer.encode(pixels.unsqueeze(1))
     assert torch.equal(images.tokens, tokens), "row by row, across batches of 3 and 1"
+
+
+def test_known_pixels_stay_as_they_are_unless_tokens_alone_are_wanted(generator: Generator) -> None:
+    mask = torch.zeros(1, SIZE, SIZE, dtype=torch.bool)
+    mask[:, :5, 3:] = True
+    pasted, plain = (generator.sample([0, 1], known=(picture(), mask), paste=paste) for paste in (True, False))
+    assert torch.equal(pasted.tokens, plain.tokens)
+    kept = mask.unsqueeze(1).expand(2, 3, -1, -1)
+    known = to_uint8(picture()).expand(2, -1, -1, -1)
+    assert torch.equal(pasted.pixels[kept], known[kept]) and not torch.equal(plain.pixels[kept], known[kept])
+    assert torch.equal(pasted.pixels[~kept], plain.pixels[~kept])
 
 
 def test_one_mask_may_serve_many_pictures(generator: Generator) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "checks / yaml_files parser files / tensors / config layout / nn data metrics launch run_files / "
+    "__version__ checks / yaml_files parser files / tensors / config layout / nn data metrics launch run_files / "
     "quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "

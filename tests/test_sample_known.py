@@ -45,7 +45,7 @@ def tokens_of(path: Path, checkpoint_dir: Path) -> torch.Tensor:
 
 def drawn_tokens(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(visgen.sample, "save", lambda images, *rest: seen.append(images.tokens))
+    monkeypatch.setattr(visgen.sample, "save", lambda images, *rest: seen.append(images.tokens) or [])
     return seen
 
 
@@ -80,9 +80,28 @@ def test_the_known_files_are_recorded(checkpoint_dir: Path, tmp_path: Path, pict
     run(checkpoint_dir, tmp_path / "b", *known, "--known.mask", str(mask))
     run(checkpoint_dir, tmp_path / "c", *known[2:])
     for name in ("grid.png", "0000_000000.png"):
-        assert settings_of(tmp_path / "a" / name)["known"] == {"image": about[picture], "mask": "upper half"}
-        assert settings_of(tmp_path / "b" / name)["known"] == {"image": about[picture], "mask": about[mask]}
+        assert settings_of(tmp_path / "a" / name)["known"] == {
+            "image": about[picture],
+            "mask": "upper half",
+            "paste": True,
+        }
+        assert settings_of(tmp_path / "b" / name)["known"] == {
+            "image": about[picture],
+            "mask": about[mask],
+            "paste": True,
+        }
         assert "known" not in settings_of(tmp_path / "c" / name)
+
+
+def test_the_kept_pixels_are_those_of_the_picture(checkpoint_dir: Path, tmp_path: Path, picture: Path) -> None:
+    known = ["--known.image", str(picture), "--known.mask", str(mask_file(tmp_path, slice(0, 7))), "--num", "1"]
+    for name, flags in (("a", []), ("b", ["--known.no-paste"])):
+        run(checkpoint_dir, tmp_path / name, *known, "--label", "0", *flags)
+    given, pasted, plain = (
+        np.array(Image.open(path))
+        for path in (picture, tmp_path / "a" / "0000_000000.png", tmp_path / "b" / "0000_000000.png")
+    )
+    assert (pasted[:7] == given[:7]).all() and (pasted[7:] == plain[7:]).all() and (plain[:7] != given[:7]).any()
 
 
 def test_a_known_image_needs_its_label_where_there_are_several(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from sample_program import refused, run, settings_of
 
 import visgen
@@ -22,9 +26,9 @@ import visgen.pictures
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator
-from visgen.images import Images
+from visgen.images import Images, grid, save, save_png
 from visgen.launch import Progress
-from visgen.pictures import Sheet, grid
+from visgen.pictures import Sheet
 from visgen.sample import main
 
 ROOT = Path(__file__).parents[1]
@@ -138,16 +142,16 @@ def test_a_full_disk_is_one_line(
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    older = tmp_path / "0000_000000.png"
-    older.write_bytes(b"an older picture")
+    run(checkpoint_dir, tmp_path, "--num", "1", "--label", "0")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(SystemExit) as stop:
-        run(checkpoint_dir, tmp_path, "--num", "1")
+        run(checkpoint_dir, tmp_path, "--num", "1", "--label", "0")
     last = capsys.readouterr().err.splitlines()[-1]  # after the progress bar
     assert stop.value.code == 2 and last.startswith(
-        f"error: {tmp_path / '0000_000000.png'} cannot be written: No space"
+        f"error: {tmp_path / '0000_000000.png'} cannot be written (No space"
     )
-    assert older.read_bytes() == b"an older picture" and list(tmp_path.iterdir()) == [older]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_more_images_than_the_disk_holds_are_refused(
@@ -172,9 +176,105 @@ def test_images_of_earlier_runs_are_kept_and_counted(
         run(checkpoint_dir, tmp_path, *flags.split())
         printed = capsys.readouterr().out
         assert printed.count("\n") == 1 and ("older" in printed) == (older > 0)
-        assert not older or printed.endswith(f"grid.png; older images kept there: {older}\n")
-    names = ["0000_000000", "0000_000001", *(f"0001_{seed:06d}" for seed in range(4)), "grid", "holiday"]
-    assert sorted(p.stem for p in tmp_path.iterdir()) == names
+        assert not older or printed.endswith(f".png; older images kept there: {older}\n")
+    names = ["0000_000000", "0000_000001", *(f"0001_{seed:06d}" for seed in range(4)), "holiday"]
+    assert sorted(p.stem for p in tmp_path.iterdir() if "grid" not in p.name) == names
+
+
+def pictures_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_images_of_other_settings_stay_and_the_new_ones_lie_beside_them(
+    checkpoint_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(checkpoint_dir, tmp_path, "--num", "2", "--label", "1")
+    first = pictures_in(tmp_path)
+    assert sorted(first) == ["0001_000000.png", "0001_000001.png", "grid.png"]
+    run(checkpoint_dir, tmp_path, "--num", "2", "--label", "1")
+    assert pictures_in(tmp_path) == first and "equal names" not in capsys.readouterr().out
+    for times in (1, 2):
+        run(checkpoint_dir, tmp_path, "--num", "2", "--label", "1", "--warp.top-k", "3")
+        both = pictures_in(tmp_path)
+        assert {name: both[name] for name in first} == first and len(both) == 6, times
+        grids = [name for name in both if name.startswith("grid-")]
+        ends = {name[11:] for name in both if re.fullmatch(r"0001_00000[01]-[0-9a-f]{6}\.png", name)}
+        assert len(grids) == len(ends) == 1
+        printed = capsys.readouterr().out
+        assert f"{grids[0]}; older images kept there: 2, 2 of them of equal names" in printed
+        assert printed.endswith(f"end in {ends.pop().removesuffix('.png')}\n")
+    assert settings_of(tmp_path / grids[0])["warp"]["top_k"] == 3
+
+
+@pytest.mark.parametrize("there", ["text", "folder", "pipe", "link", "picture", "list"])
+def test_a_file_that_is_not_ours_stays(checkpoint_dir: Path, tmp_path: Path, there: str) -> None:
+    path = tmp_path / "0001_000000.png"
+    if there == "text":
+        path.write_text("no picture")
+    elif there == "folder":
+        path.mkdir()
+    elif there == "pipe":
+        os.mkfifo(path)
+    elif there == "link":
+        path.symlink_to(tmp_path / "gone")
+    else:
+        info = PngInfo()
+        info.add_text("visgen", "[1]")
+        Image.new("RGB", (16, 16)).save(path, pnginfo=info if there == "list" else None)
+    before = path.lstat()
+    run(checkpoint_dir, tmp_path, "--num", "1", "--label", "1")
+    after = path.lstat()
+    assert (after.st_ino, after.st_size, after.st_mode) == (before.st_ino, before.st_size, before.st_mode)
+    assert len(list(tmp_path.glob("0001_000000-*.png"))) == 1
+
+
+def test_a_clip_of_other_settings_stays(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    clip = torch.zeros(1, 2, 3, 16, 16, dtype=torch.uint8)
+    images = Images(clip[:, 0], clip, [1], [0], 0, 0.0, torch.ones(1, 1, dtype=torch.int64), clips=clip)
+    paths = [save(images, tmp_path, {"top_k": k})[0].name for k in (1, 1, 2)]
+    assert paths[0] == paths[1] == "0001_000000.mp4" and re.fullmatch(r"0001_000000-[0-9a-f]{6}\.mp4", paths[2])
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".gif", ".gif", ".mp4", ".mp4"]
+    (tmp_path / paths[0]).unlink()
+    assert save(images, tmp_path, {"top_k": 3})[0].name != paths[0], "the GIF of that name stays too"
+
+
+def test_pictures_at_their_names_are_whole_while_others_write_them(tmp_path: Path) -> None:
+    pixels = torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8).numpy()
+    path, failed = tmp_path / "grid.png", []
+    save_png(Image.fromarray(pixels), path, {"writer": 0})
+
+    def write() -> None:
+        try:
+            for _ in range(20):
+                save_png(Image.fromarray(pixels), path, {"writer": 0})
+        except BaseException as error:
+            failed.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert settings_of(path) == {"writer": 0}
+    assert not failed and [p.name for p in tmp_path.iterdir()] == ["grid.png"]
+
+
+def test_writers_of_other_settings_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"writer": number})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(16)))
+    assert sorted(settings_of(path)["writer"] for path in tmp_path.iterdir()) == list(range(16))
+
+
+def test_a_picture_names_the_version_and_the_weights(checkpoint_dir: Path, tmp_path: Path) -> None:
+    for step in ("5", "10"):
+        run(checkpoint_dir, tmp_path / step, "--num", "1", "--label", "1", "--step", step)
+    five, ten = (settings_of(tmp_path / step / "0001_000000.png") for step in ("5", "10"))
+    assert five["visgen"] == ten["visgen"] == visgen.__version__
+    assert five["model"]["model_crc32"] != ten["model"]["model_crc32"]
+    assert five["model"]["tokenizer_crc32"] == ten["model"]["tokenizer_crc32"]
 
 
 @pytest.mark.parametrize(

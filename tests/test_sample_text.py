@@ -24,7 +24,7 @@ from visgen.convert import llamagen
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
 from visgen.generate import Generator
-from visgen.pictures import stem
+from visgen.images import stem
 from visgen.sample import SampleConfig, main
 from visgen.train.main import TrainConfig
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,25 +185,43 @@ class Conditioned:
         return hints
 
     def plan(
-        self, labels: Any, prompts: Any, seeds: Sequence[int] | None
+        self, labels: Any, prompts: Any, seeds: Sequence[int] | None, num: int | None = None, seed: int | None = None
     ) -> tuple[list[int], list[str] | Features | None, list[int]]:
-        """(class ids or none, prompts or their features or none, seeds) of the images."""
+        """Return (class ids or none, prompts or their features or none, seeds) of the images; for the arguments see
+        `Generator.sample`."""
+        if seeds is not None and seed is not None:
+            raise UserError("seed and seeds are both given; give the first seed, or a seed for each image")
+        first, each = whole("seed", 0 if seed is None else seed), whole("num", 1 if num is None else num)
+        if each < 1:
+            raise UserError(f"num {each} must be at least 1, the number of images of each label or prompt")
+        if labels is None and prompts is None:
+            if self.class_count > 1:
+                raise UserError(
+                    f"labels are missing: pass ids or names of classes, as labels=[0]; the "
+                    f"checkpoint knows {self.class_list}"
+                )
+            labels = 0
         try:
             numbers = None if seeds is None else [operator.index(s) for s in seeds]
         except TypeError:
             raise UserError(
                 f"seeds {' '.join(reprlib.repr(seeds).split())} must be whole numbers, one per image, such as [0, 1]"
             ) from None
-        for seed in numbers or ():
-            check_seed(seed)
+        for number in numbers or [first]:
+            check_seed(number)
         if labels is not None and prompts is not None:
             raise UserError("labels and prompts are both given; a model reads one of them, leave the other out")
         self.check_asked("label" if prompts is None else "text")
         what, asked = ("label", labels) if prompts is None else ("prompt", prompts)
         if not isinstance(asked, Features):
             single = isinstance(asked, str) or not hasattr(asked, "__iter__") or getattr(asked, "ndim", 1) == 0
-            asked = [asked] * (1 if numbers is None else len(numbers)) if single else list(asked)
-        numbers = list(range(len(asked))) if numbers is None else numbers
+            asked = [asked] * (1 if numbers is None or num is not None else len(numbers)) if single else list(asked)
+            asked = [x for x in asked for _ in range(each)]
+        else:
+            asked = asked.rows([i for i in range(len(asked)) for _ in range(each)]) if each > 1 else asked
+        if numbers is None:
+            numbers = list(range(first, first + len(asked)))
+            check_seed(numbers[-1] if numbers else first)
         ids: list[int] = [] if prompts is not None else [self.label(x) for x in asked]
         if isinstance(asked, list) and prompts is not None:
             check_prompts(asked)
@@ -245,6 +264,43 @@ class Conditioned:
                 "kept; keep more of the known image"
             )
         return tokens.expand(images, *tokens.shape[1:]), keep.expand(images, -1)
+
+
+def filters(warp: Warp | None, **given: float | None) -> Warp | None:
+    """Return the filters that `sample` is given: as a `Warp`, or by their names.
+
+    Raises:
+        UserError: both, or a value that is no number.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        return warp
+    if warp is not None:
+        raise UserError(f"{', '.join(named)} and warp are both given; put all filters into the Warp, or leave it out")
+    for name, value in named.items():
+        try:
+            named[name] = operator.index(value) if name == "top_k" else float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            kind = "a whole number" if name == "top_k" else "a number"
+            raise UserError(f"{name} {reprlib.repr(value)} must be {kind}") from None
+    return Warp(**named)  # type: ignore[arg-type]
+
+
+def whole(name: str, value: Any) -> int:
+    """Return the value of an argument that must be a whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} {reprlib.repr(value)} must be a whole number") from None
+
+
+def check_no_others(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Refuse arguments that `function` does not have."""
+    allowed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in unknown:
+        near = difflib.get_close_matches(name, allowed, 1)
+        perhaps = f"; did you mean '{near[0]}'?" if near else "."
+        raise UserError(f"{function.__name__}() has no argument '{name}'{perhaps} It takes {', '.join(allowed)}")
 
 
 def _guidance(given: Guidance | float | None) -> Guidance:

@@ -7,12 +7,13 @@ inside the file; `tensors.py` and `arrays.py` do the same for safetensors and Nu
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,21 @@ def read_json(path: Path, remedy: str, limit: int = JSON_LIMIT) -> dict[str, Any
 def _checksum(values: Mapping[str, Any]) -> str:
     """Return the CRC-32, as 8 hex digits, of the shortest JSON text of `values`."""
     return f"{zlib.crc32(json.dumps(values, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Let one call at a time do what is in the block, of all programs that write to this directory.
+
+    Some network file systems have no such locks; there the block just runs.
+    """
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def flush(path: Path) -> None:

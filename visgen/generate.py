@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visgen import __version__
 from visgen import config as configs
-from visgen.conditioned import Conditioned
+from visgen.conditioned import Conditioned, check_no_others, filters
 from visgen.config import UserError
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
@@ -115,16 +117,23 @@ class Generator(Conditioned):
         text: TextConfig | None = None,
         control: Hint | Sequence[Hint] | Tensor | None = None,
         size: tuple[int, int] | None = None,
+        num: int | None = None,
+        seed: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        paste: bool = True,
+        **unknown: Any,
     ) -> Images:
         """Draws one image per label or prompt, `engine.batch` at once; image i depends on seed i, not on its batch.
 
         Where images take unequally long, a row that is complete goes on with the next one (`decode/refill.py`).
 
         Args:
-            labels: class ids or names, B of them; or one, for all seeds.
+            labels: class ids or names, B of them; or one, for all seeds. A model of one class needs none.
             seeds: B whole numbers from 0 to 2^63 - 1; default 0 .. B - 1.
             guidance: a `Guidance` or just its scale.
-            warp: temperature, top-k, top-p.
+            warp: temperature, top-k and top-p as a `Warp`; or give them by their names.
             sampler: config of a sampler plugin, or its kind; default the model's own.
             known: (pixels [1 or B, 3, H, W] in [-1, 1], mask [1 or B, H, W] bool, true = keep): completion and
                 inpainting. A token is kept when all of its pixels are; in raster order the model looks back only. Of
@@ -136,11 +145,17 @@ class Generator(Conditioned):
             control: of a model trained for one, maps [1 or B, 3, H, W] in [-1, 1] of the size of the images; or
                 `Hint`s, whose additions are summed.
             size: (H, W) in pixels, multiples of the tokenizer's stride; default the checkpoint's own.
+            num: images of each label or prompt; default 1.
+            seed: instead of seeds, that of the first image; image i has `seed + i`.
+            temperature, top_k, top_p: instead of warp.
+            paste: put the known pixels back into the images. The decoder changes them, though their tokens are kept.
 
         Raises:
-            UserError: a value that is not one of these, or that the model cannot follow.
+            UserError: a value that is not one of these, or that the model cannot follow; or an unknown argument.
         """
-        ids, wanted, seeds = self.plan(labels, prompts, seeds)
+        check_no_others(unknown, self.sample)
+        warp = filters(warp, temperature=temperature, top_k=top_k, top_p=top_p)
+        ids, wanted, seeds = self.plan(labels, prompts, seeds, num, seed)
         grid = self.grid_of(size)
         hints = self.hints(control, len(seeds), grid)
         guidance, warp = self.rules(guidance, warp, bool(hints))
@@ -148,22 +163,37 @@ class Generator(Conditioned):
             raise UserError(
                 f"a known image goes with the checkpoint's own size {self.tokenizer.image_size}; leave size out"
             )
-        sampler = sampler or self.model.backbone.sampler
-        if not (isinstance(sampler, str) or dataclasses.is_dataclass(sampler)):
-            raise UserError(
-                f"sampler is a {type(sampler).__name__}; pass a kind, such as '{self.model.backbone.sampler}', or the "
-                "Config of its module in visgen.samplers"
-            )
-        built: Sampler = configs.build(
-            configs.plugin_config("visgen.samplers", sampler) if isinstance(sampler, str) else sampler
-        )
+        config = self._sampler_config(sampler or self.model.backbone.sampler)
+        built: Sampler = configs.build(config)
         self.check_memory(grid, min(len(seeds), self.settings.batch), guidance.branches)
         engine = self._engine_for(guidance, warp, grid)
         pinned = None if known is None else self.known_tokens(known, len(seeds))
         features = self.encode(wanted, text) if isinstance(wanted, list) else wanted
         request = Request(ids, features, seeds, pinned, hints)
         parts = self._parts(engine, built, request, on_step)
-        return Images.joined(parts, ids, seeds, [] if features is None else features.prompts)
+        images = Images.joined(parts, ids, seeds, [] if features is None else features.prompts)
+        images.settings = {
+            "visgen": __version__,
+            **self.describe(SamplingConfig(config, guidance, warp, self.settings)),
+        }
+        images.settings |= {"text": features.about} if features is not None else {}
+        images.settings |= {"control": [_describe_hint(hint) for hint in hints]} if hints else {}
+        if known is not None:
+            images.settings["known"] = {"sha256": _digest(to_uint8(known[0]), known[1]), "paste": paste}
+            if paste:
+                images.paste(*known)
+        return images
+
+    def _sampler_config(self, sampler: Any) -> Any:
+        """Return the config of a sampler that is given by its kind, or is one."""
+        if isinstance(sampler, str):
+            return configs.plugin_config("visgen.samplers", sampler)
+        if not dataclasses.is_dataclass(sampler):
+            raise UserError(
+                f"sampler is a {type(sampler).__name__}; pass a kind, such as '{self.model.backbone.sampler}', or the "
+                "Config of its module in visgen.samplers"
+            )
+        return sampler
 
     def _parts(self, engine: Engine, sampler: Sampler, request: Request, on_step: Any) -> list[Images]:
         """The batches of a request."""
@@ -182,6 +212,15 @@ class Generator(Conditioned):
             told = request.batch(part, self.device)
             parts.append(self._batch(engine, sampler, told, request.seeds[part], known, progress))
         return parts
+
+    def describe(self, settings: SamplingConfig) -> dict[str, Any]:
+        """Return what makes an image under these settings: model, sampler, guidance, filters, engine."""
+        kept = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
+        if self.model.backbone.taught is not None:  # what a student has learned, whatever is left out
+            kept |= zip(("guidance", "warp"), map(configs.dump, self.model.backbone.taught), strict=True)
+        precision = str(self.dtype).removeprefix("torch.")
+        kept["engine"] |= {"kind": self.engine_kind, "device": self.device.type, "precision": precision}
+        return {"model": self.meta, **kept}
 
     def frames(self, sampler: Any = None) -> int:
         """Frames of what this model draws, by this sampler's config; 1 of images."""
@@ -269,6 +308,21 @@ class Generator(Conditioned):
         return Images(frames[:, 0], tokens, [], seeds, generation.nfe, seconds, rounds, generation.notes, clips=clips)
 
 
+def _digest(*tensors: Tensor) -> str:
+    """Return the beginning of a SHA-256 of the values."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _describe_hint(hint: Hint) -> dict[str, Any]:
+    """Return what an image's settings say of a control that was given as tensors."""
+    region = [] if hint.region is None else [hint.region.float()]
+    strength = torch.as_tensor(hint.strength).flatten().tolist()
+    return {"sha256": _digest(to_uint8(hint.map), *region), "strength": strength}
+
+
 def _rows(hint: Hint, part: slice, device: torch.device) -> Hint:
     """The rows `part` of a hint, on the device."""
     maps = (hint.map[part] if len(hint.map) > 1 else hint.map).to(device)
@@ -287,6 +341,7 @@ def stream(
     features: Features | None = None,
     control: Callable[[range], Sequence[Hint]] | None = None,
     size: tuple[int, int] | None = None,
+    paste: bool = True,
 ) -> Iterator[Images]:
     """Images of a plan of (label, seed) pairs, batch by batch, for programs that need many. Reads it as it goes.
 
@@ -295,7 +350,7 @@ def stream(
         on_step: called as on_step(done, total) within each batch of `at_a_time` images.
         features: of a model of texts; the plan then has (row of them, seed) pairs.
         control: gives the hints of the images with these numbers in the plan.
-        size: as for `Generator.sample`.
+        size, paste: as for `Generator.sample`.
     """
     rest, done = iter(plan), 0
     rules = (settings.guidance, settings.warp, settings.sampler, known, on_step)
@@ -305,9 +360,10 @@ def stream(
         hints = None if control is None else control(range(done, done + len(part)))
         done += len(part)
         if features is None:
-            yield generator.sample(asked, seeds, *rules, control=hints, size=size)
+            yield generator.sample(asked, seeds, *rules, control=hints, size=size, paste=paste)
         else:
-            yield generator.sample(None, seeds, *rules, prompts=features.rows(asked), control=hints, size=size)
+            rows = features.rows(asked)
+            yield generator.sample(None, seeds, *rules, prompts=rows, control=hints, size=size, paste=paste)
 
 
 def at_a_time(

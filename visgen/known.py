@@ -32,6 +32,8 @@ class KnownConfig:
         clip: a video or an animation whose first frames a model of clips goes on from.
         frames: how many of them.
         stride: every so many frames of the file are taken.
+        paste: put the kept pixels into the image as they are. The tokens are kept in any case, but decoding changes
+            their pixels; `--known.no-paste` leaves it so, and without a seam at the mask's edge.
     """
 
     image: Path | None = None
@@ -39,6 +41,7 @@ class KnownConfig:
     clip: Path | None = None
     frames: Positive = 1
     stride: Positive = 1
+    paste: bool = True
 
 
 def describe_known(known: KnownConfig) -> dict[str, Any]:
@@ -48,10 +51,12 @@ def describe_known(known: KnownConfig) -> dict[str, Any]:
         return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
 
     if known.clip is not None:
-        return {"known": {"clip": file(known.clip), "frames": known.frames, "stride": known.stride}}
-    if known.image is None:
+        about: dict[str, Any] = {"clip": file(known.clip), "frames": known.frames, "stride": known.stride}
+    elif known.image is not None:
+        about = {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}
+    else:
         return {}
-    return {"known": {"image": file(known.image), "mask": file(known.mask) if known.mask else "upper half"}}
+    return {"known": {**about, "paste": known.paste}}
 
 
 def known_clip(known: KnownConfig, size: int, frames: int, drawn: int | None = None) -> tuple[Tensor, Tensor] | None:
@@ -87,6 +92,8 @@ def known_clip(known: KnownConfig, size: int, frames: int, drawn: int | None = N
 def read_known(known: KnownConfig) -> tuple[Image.Image, Image.Image | None] | None:
     """The known picture and its mask, decoded as training images are."""
     if known.image is None:
+        if not (known.paste or known.clip):
+            raise UserError("--known.paste is about known pixels: give --known.image or --known.clip, or leave it out")
         if known.mask is not None:
             raise UserError("--known.mask needs --known.image, the picture whose pixels it keeps")
         return None

@@ -8,6 +8,7 @@ from typing import Any
 from visgen import config as configs
 from visgen.checkpoint import base_of, classes_of, load_model, load_tokenizer, read_metadata, tokenizer_hash
 from visgen.config import UserError
+from visgen.files import crc32
 from visgen.generate import Generator
 from visgen.run_files import TOKENIZER, WEIGHTS, Step, find_step
 from visgen.sampling import EngineConfig
@@ -53,9 +54,15 @@ def load(
         )
     _check_config(run / "config.yaml")
     meta: dict[str, Any] = {"step": int(info.get("step", 0)), "params": sum(p.numel() for p in model.parameters())}
+    meta |= {"model_crc32": _crc32(found / WEIGHTS), "tokenizer_crc32": _crc32(run / TOKENIZER)}
     meta |= {"tokenizer": given[:12]} | ({"base": info["base"][:12]} if "base" in info else {})
     classes = classes_of(info, found / WEIGHTS)
     return Generator(model, tokenizer, engine or EngineConfig(**options), classes, meta)
+
+
+def _crc32(path: Path) -> str:
+    """Return the checksum of a weight file: the one that it carries, or that of its bytes."""
+    return read_metadata(path).get("crc32") or f"{crc32(path):08x}"
 
 
 def _check_config(path: Path) -> None:

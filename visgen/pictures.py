@@ -1,67 +1,31 @@
-"""Images and clips on disk: one file each, a grid of the first of them, all carrying what made them."""
+"""What lies beside the images of a call: a grid of the first of them, and their control maps."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from visgen.config import UserError
-from visgen.data._clips import write_gif, write_mp4
 from visgen.hints import Given
-from visgen.images import Images
+from visgen.images import Images, asked_of, grid, save_png
 from visgen.metrics.images import to_uint8
 
 GRID = 256  # images that `grid.png` shows at most
-# of a single image: LABEL_SEED.png or PROMPT-HASH_SEED.png, with MAP-HASH before the seed where there is a control
-NAME = r"(\d{4,}|[a-z0-9-]+-[0-9a-f]{8})(_[a-z0-9-]+-[0-9a-f]{8})?_\d{6,}\.(png|mp4)"
-
-
-def save(images: Images, out: Path, settings: dict[str, Any], maps: Sequence[str] | None = None, fps: int = 8) -> None:
-    """Writes each image as `LABEL_SEED.png`, or as `PROMPT-HASH_SEED.png`, with its map's name before the seed; each
-    clip as MP4 and GIF of such a name."""
-    settings = settings | ({"notes": images.notes} if images.notes else {})
-    names = [f"_{name}" for name in maps] if maps else [""] * len(images.seeds)
-    rows = zip(images.pil(), asked_of(images), images.seeds, images.nfe_per_image, names, strict=True)
-    for i, (picture, asked, seed, nfe, name) in enumerate(rows):
-        about = {**asked, "seed": seed, "nfe": nfe, **({"map": name[1:]} if name else {}), **settings}
-        path = out / f"{stem(*asked.values())}{name}_{seed:06d}.png"
-        if images.clips is None:
-            save_png(picture, path, about)
-        else:
-            said = json.dumps(about, sort_keys=True)
-            write_mp4(path.with_suffix(".mp4"), images.clips[i], fps, said)
-            write_gif(path.with_suffix(".gif"), images.clips[i], fps, said)
 
 
 def save_maps(given: Given, out: Path) -> None:
-    """Writes each control map as `control_MAP-HASH.png`."""
-    for name, values in zip(given.names, to_uint8(given.maps), strict=True):
-        save_png(Image.fromarray(values.permute(1, 2, 0).numpy()), out / f"control_{name}.png", given.about)
-
-
-def asked_of(images: Images) -> list[dict[str, Any]]:
-    """{"label": id} or {"prompt": text} of every image."""
-    return [{"prompt": p} for p in images.prompts] or [{"label": label} for label in images.labels]
-
-
-def stem(asked: int | str) -> str:
-    """The label; or the beginning of the prompt and a hash of it all, so that each prompt has names of its own."""
-    if isinstance(asked, int):
-        return f"{asked:04d}"
-    words = re.sub(r"[^a-z0-9]+", "-", asked.lower())[:40].strip("-") or "prompt"
-    return f"{words}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    """Write each control map as `control_MAP-HASH.png`."""
+    for name, values, file in zip(given.names, to_uint8(given.maps), given.about["files"], strict=True):
+        pixels = values.permute(1, 2, 0).contiguous().numpy()
+        about = {**given.about, "files": [file], "pixels": hashlib.sha256(pixels).hexdigest()[:12]}
+        about = {k: about[k] for k in ("kind", "given", "files", "pixels")}  # what does not depend on the images
+        save_png(Image.fromarray(pixels), out / f"control_{name}.png", about)
 
 
 class Sheet:
@@ -92,36 +56,15 @@ class Sheet:
                 self.seeds.append(seed)
             self.seen += 1
 
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
+    def save(self, path: Path, settings: dict[str, Any]) -> Path:
+        """Write the sheet and return its path; see `images.place`."""
         count = len(self.pixels)
         columns = self.columns if min(self.rows, self.columns) > 1 else max(min(count, 8), math.isqrt(count))
         if self.maps:
             columns = self.columns + 1
         picture = Image.fromarray(grid(torch.stack(self.pixels), columns))
         asked = {f"{kind}s": [a[kind] for a in self.asked] for kind in self.asked[0]}
-        save_png(picture, path, {**asked, "seeds": self.seeds, **settings})
-
-
-def save_png(picture: Image.Image, path: Path, settings: dict[str, Any]) -> None:
-    """A PNG that carries its settings as text (key `visgen`, JSON)."""
-    info = PngInfo()
-    info.add_text("visgen", json.dumps(settings, sort_keys=True))
-    temporary = path.with_name(f".{path.name}.tmp")  # so that a failed write leaves an older picture whole
-    try:
-        picture.save(temporary, format="PNG", pnginfo=info)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room, what is there already stays") from None
-
-
-def grid(pixels: Tensor, columns: int, gap: int = 2) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 [B, 3, H, W] -> one picture [h, w, 3], white gaps; small images are enlarged to about 128 px."""
-    factor = max(1, 128 // pixels.shape[-1])
-    pixels = pixels.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
-    from torchvision.utils import make_grid
-
-    return make_grid(pixels, nrow=columns, padding=gap * factor, pad_value=255).permute(1, 2, 0).contiguous().numpy()
+        return save_png(picture, path, {**asked, "seeds": self.seeds, **settings})
 
 
 def strips(clips: Tensor, shown: int = 8) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from visgen import __version__
 from visgen import config as configs
 from visgen.checks import Positive, Range, Seed
 from visgen.conditioned import check_seed
@@ -20,12 +21,12 @@ from visgen.data._clips import av
 from visgen.generate import Generator, at_a_time, stream
 from visgen.hints import Given, HintConfig, check_asked, choose
 from visgen.hints import read as read_hints
-from visgen.images import pooled
+from visgen.images import NAME, pooled, save
 from visgen.known import KnownConfig, describe_known, known_clip, known_pixels, read_known
 from visgen.launch import Progress, writable
 from visgen.loading import load
 from visgen.metrics.images import to_uint8
-from visgen.pictures import NAME, Sheet, save, save_maps
+from visgen.pictures import Sheet, save_maps
 from visgen.prompts import Features, TextConfig, check_prompts, read
 from visgen.run_files import Step
 from visgen.sampling import SamplingConfig
@@ -188,14 +189,14 @@ def draw(
     features, ids = (asked, range(len(asked))) if isinstance(asked, Features) else (None, asked)
     rows = [(i, c) for i in ids for c in range(len(given[0].maps) if given else 1)]  # label or text, and map
     num, total = settings.num, len(rows) * settings.num
-    about = describe(settings, generator) | describe_known(settings.known)
+    about = {"visgen": __version__, **describe(settings, generator), **describe_known(settings.known)}
     about |= {"text": features.about} if features is not None else {}
     about |= {flag: g.about for flag, g in zip(("control", "second"), given, strict=False)}
     sheet = Sheet(len(rows), num, [to_uint8(given[0].maps[c]) for _, c in rows] if given else [])
     for g in given:
         save_maps(g, out)
-    made, nfe, seconds, notes = 0, 0, 0.0, []
-    size = at_a_time(generator, settings, known, features, given)
+    made, nfe, seconds, notes, apart = 0, 0, 0.0, [], 0
+    size, paste = at_a_time(generator, settings, known, features, given), settings.known.paste
 
     def progress(done: int, of: int) -> None:
         step(made + min(size, total - made) * done // of, total)
@@ -203,25 +204,23 @@ def draw(
     with Progress("sampling") as step:
         plan = ((rows[i // num][0], settings.seed + i) for i in range(total))
         hints = (lambda part: [g.rows([rows[i // num][1] for i in part]) for g in given]) if given else None
-        for images in stream(generator, plan, settings, known, progress, features, hints, settings.size):
+        for images in stream(generator, plan, settings, known, progress, features, hints, settings.size, paste):
             maps = [given[0].names[rows[i // num][1]] for i in range(made, made + len(images.seeds))] if given else None
-            save(images, out, about, maps, settings.fps)
+            written = save(images, out, about, maps, settings.fps)
+            apart += sum(re.search(r"-[0-9a-f]{6}$", path.stem) is not None for path in written)
             sheet.add(images)
             made, nfe, seconds = made + len(images.seeds), nfe + images.nfe, seconds + images.seconds
             notes.append((images.notes, len(images.seeds)))
     told = "".join(f", {k} {v}" for k, v in pooled(notes).items() if isinstance(v, int | float))
-    sheet.save(out / "grid.png", about)
+    grid = sheet.save(out / "grid.png", about)
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
+    if apart:
+        beside += f", {apart} of them of equal names: the new names end in {written[-1].stem[-7:]}"
     said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{told})"
-    return f"{said} -> {out}/grid.png{beside}"
+    return f"{said} -> {grid}{beside}"
 
 
 def describe(settings: SamplingConfig, generator: Generator) -> dict[str, Any]:
-    """What made an image, for its metadata and for reports."""
-    kept = {k: v for k, v in configs.dump(settings).items() if k in ("sampler", "guidance", "warp", "engine")}
-    precision = str(generator.dtype).removeprefix("torch.")
-    if generator.model.backbone.taught is not None:  # what a student has learned, whatever is left out
-        kept |= zip(("guidance", "warp"), map(configs.dump, generator.model.backbone.taught), strict=True)
-    kept["engine"] |= {"kind": generator.engine_kind, "device": generator.device.type, "precision": precision}
-    return {"checkpoint": str(getattr(settings, "checkpoint", "")), "model": generator.meta, **kept}
+    """Return what made an image, for its metadata and for reports."""
+    return {"checkpoint": str(getattr(settings, "checkpoint", "")), **generator.describe(settings)}

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from visgen.config import UserError
 from visgen.data._images import UNREADABLE, center_crop, to_pixels, to_rgb
+from visgen.files import publishing
 
 VIDEO = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg"})
 ANIMATION = frozenset({".gif", ".webp", ".apng", ".png"})
+REMEDY = "make room, what is there already stays"
 
 
 def av() -> Any:
@@ -107,29 +109,40 @@ def write_mp4(path: Path, clip: Tensor, fps: int, comment: str = "") -> None:
         UserError: PyAV is missing, or the file cannot be written.
     """
     library, frames = av(), _large(clip)
-    try:
-        with library.open(str(path), "w", options={"movflags": "use_metadata_tags"}) as container:
-            container.metadata["comment"] = comment
-            stream = container.add_stream("libx264", rate=fps, options={"crf": "12"})
-            stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
-            for frame in frames:
-                for packet in stream.encode(library.VideoFrame.from_ndarray(frame, format="rgb24")):
-                    container.mux(packet)
-            for packet in stream.encode():
+    with publishing(path, REMEDY) as unfinished:
+        try:
+            _encode(library, unfinished, frames, fps, comment)
+        except library.error.FFmpegError as error:
+            raise OSError(str(error)) from error
+
+
+def _encode(library: Any, path: Path, frames: np.ndarray, fps: int, comment: str) -> None:
+    with library.open(str(path), "w", format="mp4", options={"movflags": "use_metadata_tags"}) as container:
+        container.metadata["comment"] = comment
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "12"})
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            for packet in stream.encode(library.VideoFrame.from_ndarray(frame, format="rgb24")):
                 container.mux(packet)
-    except (library.error.FFmpegError, OSError) as error:
-        raise UserError(f"{path} cannot be written: {error}; make room, what is there already stays") from None
+        for packet in stream.encode():
+            container.mux(packet)
 
 
 def write_gif(path: Path, clip: Tensor, fps: int, comment: str = "") -> None:
     """uint8 [T, 3, H, W] -> an endless GIF; small pictures are enlarged, and the comment is kept."""
     first, *rest = (Image.fromarray(frame) for frame in _large(clip))
-    try:
-        first.save(
-            path, save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, comment=comment.encode()
-        )
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make room, what is there already stays") from None
+    several: dict[str, Any] = {"save_all": True, "append_images": rest, "duration": round(1000 / fps), "loop": 0}
+    with publishing(path, REMEDY) as unfinished:
+        first.save(unfinished, "GIF", comment=comment.encode(), **several)
+
+
+def comment_of(path: Path) -> str:
+    """Return the comment of a file that `write_mp4` or `write_gif` wrote."""
+    if path.suffix == ".mp4":
+        with av().open(str(path)) as container:
+            return str(container.metadata["comment"])
+    with Image.open(path) as animation:
+        return bytes(animation.info["comment"]).decode()
 
 
 def _large(clip: Tensor) -> np.ndarray:
