@@ -8,6 +8,9 @@ python eval/fvd.py ... --sampler.frames 64 --start 48                      # how
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import shlex
 import sys
 import time
