@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "__version__ checks / yaml_files parser files / tensors / config layout / nn data metrics launch run_files / "
-    "quantizers conditions heads / "
+    "__version__ checks installed / yaml_files parser files / tensors / config layout / "
+    "nn data metrics launch run_files / quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "
     "loading known pictures captions scored_data / encode convert sample evaluate speed exactness mutants / "

@@ -114,7 +114,7 @@ def test_the_encoder_is_loaded_after_everything_is_checked(
         ({"prompts": ["a", 3]}, "prompt 2 of 2 is 3; say in words what the image shall show"),
         ({"prompts": 3}, "prompt 1 of 1 is 3"),
         ({"prompts": ["a"], "labels": [0]}, "labels and prompts are both given"),
-        ({"labels": [0]}, "this model is conditioned on text, not on class labels: give it prompts, as `sample.py --p"),
+        ({"labels": [0]}, "this model is conditioned on text, not on class labels: give it prompts, as `--p"),
         ({}, "this model is conditioned on text, not on class labels"),
     ],
     ids=str,
@@ -130,7 +130,7 @@ def test_models_say_what_they_read(generator: Generator, checkpoint_dir: Path) -
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: generator.label("bag"), "on text, not on class labels: give it prompts"),
         (lambda: generator.class_count, "on text, not on class labels"),
-        (lambda: classes.sample(prompts=["a bird"]), "on class labels, not on text: give it labels, as `sample.py --l"),
+        (lambda: classes.sample(prompts=["a bird"]), "on class labels, not on text: give it labels, as `--l"),
         (lambda: classes.encode("a bird"), "it knows Ankle boot, bag, Coat"),
     ]
     for call, said in calls:
@@ -209,7 +209,7 @@ def test_a_known_picture_is_completed_under_a_prompt(text_checkpoint_dir: Path, 
 @pytest.mark.parametrize(
     ("model", "flags", "said"),
     [
-        ("text", [], "this model is conditioned on text, not on class labels: give it prompts, as `sample.py --prompt"),
+        ("text", [], "this model is conditioned on text, not on class labels: give it prompts, as `--prompt"),
         ("text", ["--label", "0"], "this model is conditioned on text, not on class labels"),
         ("text", ["--label", "0", "--prompt", "sea"], "--label is given beside a text; a checkpoint reads one of them"),
         ("text", ["--label", "0", "--text.features", "x"], "--label is given beside a text"),

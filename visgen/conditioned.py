@@ -44,11 +44,11 @@ class Conditioned:
             return
         if found == "text":
             raise UserError(
-                "this model is conditioned on text, not on class labels: give it prompts, as `sample.py --prompt TEXT` "
+                "this model is conditioned on text, not on class labels: give it prompts, as `--prompt TEXT` "
                 "or `sample(prompts=[TEXT])`"
             )
         raise UserError(
-            "this model is conditioned on class labels, not on text: give it labels, as `sample.py --label` or "
+            "this model is conditioned on class labels, not on text: give it labels, as `--label` or "
             f"`sample(labels=[...])`; it knows {self.class_list}"
         )
 

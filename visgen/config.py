@@ -24,15 +24,15 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
+from visgen import __version__
 from visgen.checks import UserError, check
+from visgen.installed import REPOSITORY as REPOSITORY  # relative paths of what it ships are looked up here too
 from visgen.parser import parse
 from visgen.yaml_files import layers, merge
 
 T = TypeVar("T")
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
-
-REPOSITORY = Path(__file__).resolve().parents[1]  # relative paths of what it ships are looked up here too
 
 
 def plugin(package: str, kind: str | None) -> Any:
@@ -95,13 +95,17 @@ def implementation(config: Any) -> type:
 
 
 def load(cls: type[T], argv: Sequence[str] = (), values: dict[str, Any] | None = None, prog: str | None = None) -> T:
-    """Fills `cls` from leading YAML paths in `argv`, then `values`, then the flags of `argv` (later ones win).
+    """Fills `cls` from leading YAML paths in `argv`, then `values`, then the flags of `argv` (later ones win). `--help`
+    and `--version` print and exit.
 
     Raises:
         UserError: an unknown key, a value of the wrong type or out of its range, an unknown `kind` or an unreadable
             YAML file.
     """
     argv = list(argv)
+    if argv[:1] == ["--version"]:
+        print(f"visgen {__version__}")
+        raise SystemExit(0)
     files: list[dict[str, Any]] = []
     while argv and not argv[0].startswith("-"):
         files += layers(Path(argv.pop(0)))

@@ -22,6 +22,7 @@ from visgen.generate import Generator, at_a_time, stream
 from visgen.hints import Given, HintConfig, check_asked, choose
 from visgen.hints import read as read_hints
 from visgen.images import NAME, pooled, save
+from visgen.installed import if_shipped, program
 from visgen.known import KnownConfig, describe_known, known_clip, known_pixels, read_known
 from visgen.launch import Progress, writable
 from visgen.loading import load
@@ -77,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    settings = configs.load(SampleConfig, argv, prog="sample.py")
+    settings = configs.load(SampleConfig, argv, prog=program("sample.py"))
     if not settings.checkpoint:
-        raise UserError("--checkpoint is needed: a run directory, such as assets/fashion32, or a Hub id")
+        example = if_shipped("assets/fashion32", ", such as assets/fashion32")
+        raise UserError(f"--checkpoint is needed: a run directory{example}, or a Hub id of the form owner/name")
     _check_asked(settings)
     pictures = read_known(settings.known)
     out = writable(settings.out, "--out", "grid.png")

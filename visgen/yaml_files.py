@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from visgen.checks import UserError
+from visgen.installed import if_shipped
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,7 +30,9 @@ def layers(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     if not path.is_file():
         named = f" (base of {seen[-1]})" if seen else ""
         what = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"config {path}{named} {what}; pass the path of a YAML file, see configs/")
+        raise UserError(
+            f"config {path}{named} {what}; pass the path of a YAML file{if_shipped('configs', ', see configs/')}"
+        )
     if path.resolve() in seen:
         raise UserError(f"config {path}: its `base:` chain comes back to itself")
     try:

@@ -52,7 +52,7 @@ def read_teacher(path: Path | None, guidance: Guidance, where: str) -> Teacher:
     from visgen.checkpoint import load_model, load_tokenizer, tokenizer_hash, weights_hash
 
     if path is None or str(path) == ".":  # "." is what an empty flag becomes
-        raise UserError(f"{where} is needed: the run directory of an autoregressive model, such as assets/fashion32")
+        raise UserError(f"{where} is needed: the run directory of an autoregressive model")
     try:
         model, tokenizer = load_model(path), load_tokenizer(path)
     except UserError as error:

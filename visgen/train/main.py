@@ -20,6 +20,7 @@ from visgen import config as configs
 from visgen import run_files
 from visgen.config import UserError, plugin
 from visgen.data import Data, codes
+from visgen.installed import if_shipped, program
 from visgen.launch import memory, say, writable
 from visgen.train.ema import EmaConfig
 from visgen.train.log import LogConfig
@@ -81,11 +82,12 @@ def train(argv: list[str]) -> None:
     Raises:
         UserError: no config, nets too large for this machine; see also `config.load`, `open_run` and `loop.fit`.
     """
-    config = configs.load(TrainConfig, argv, prog="train.py")
+    config = configs.load(TrainConfig, argv, prog=program("train.py"))
     if all(word.startswith("-") for word in argv[:1]) and not any(word.startswith("--objective") for word in argv):
+        example = ", as in `python train.py configs/debug/vq.yaml --loop.steps 100`; configs/ holds more"
         raise UserError(
-            "train.py needs a config, as in `python train.py configs/debug/vq.yaml --loop.steps 100`; configs/ holds "
-            "more, --help lists every key"
+            f"{program('train.py')} needs a config{if_shipped('configs', example) or ', a YAML file'}; --help lists "
+            "every key"
         )
     rehearsed = rehearse(config.objective)  # what cannot be trained is refused before a directory is made or data read
     if config.dry_run:
