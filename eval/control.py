@@ -25,9 +25,10 @@ from visgen import control_set as cs
 from visgen import evaluate as ev
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
+from visgen.files import write_text
 from visgen.generate import Generator
 from visgen.hints import HintConfig, choose
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.frechet import Moments, frechet_distance
@@ -35,7 +36,7 @@ from visgen.metrics.kid import kid
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
 from visgen.nn.control import Strength
-from visgen.pictures import grid
+from visgen.pictures import grid, save_png
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
@@ -87,6 +88,7 @@ def main() -> None:
     if not settings.checkpoint:
         raise UserError("--checkpoint is needed: a run directory of a model that was trained under a control")
     out, start = writable(settings.out, "--out", "grid.png", "table.md"), time.perf_counter()
+    claim(out)
     device, _ = settings.engine.resolve()
     batch = settings.engine.batch
     extractor = build_extractor(
@@ -136,7 +138,7 @@ def main() -> None:
         reports[name].write(out / name)
     write_grid(of, rows, out / "grid.png")
     text = table(reports, list(scores["generated"])) + f"\n{cs.verdict(scores, of.kind)}\n"
-    (out / "table.md").write_text(text)
+    write_text(out / "table.md", text)
     print(text)
 
 
@@ -191,7 +193,8 @@ def write_grid(of: cs.ControlSet, rows: dict[str, Tensor], path: Path, shown: in
         cs.to_uint8(m) for m in (of.maps[:shown], cs.extracted(of.control, first[:, 0], torch.device("cpu"), shown))
     ]
     columns = torch.cat([of.pixels[:shown, None], maps[0][:, None], maps[1][:, None], first], 1)
-    Image.fromarray(grid(columns.flatten(0, 1), columns.shape[1])).save(path)
+    picture = Image.fromarray(grid(columns.flatten(0, 1), columns.shape[1]))
+    save_png(picture, path, {"columns": "picture, its map, map of the first image, images"})
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from visgen import scale
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.data import Data
+from visgen.files import write_text
 from visgen.generate import Generator
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.loading import load
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor, build_extractor
@@ -116,12 +117,13 @@ def main() -> None:
     settings = configs.load(FidConfig, sys.argv[1:], prog="eval/fid.py")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    claim(out)
     inputs = prepare(settings)
     ref, protocol = reference_of(settings, inputs, world)
     reports: dict[str, Report] = {row: score(row, settings, inputs, ref, protocol, world) for row in settings.rows}
     if world.rank == 0:
         text = table(reports, list(next(iter(reports.values())).scores))
-        (out / "table.md").write_text(text)
+        write_text(out / "table.md", text)
         print(text)
         if settings.wandb:
             from visgen.train.mirror import mirror_reports

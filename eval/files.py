@@ -20,7 +20,7 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.checks import Positive, Range
 from visgen.config import UserError
-from visgen.launch import Progress, device_of, writable
+from visgen.launch import Progress, claim, device_of, writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.image_files import open_images
 from visgen.metrics.report import Report
@@ -66,6 +66,7 @@ def main() -> None:
         raise UserError("--images and --reference are needed: an .npz or a folder each, or a file of eval/reference.py")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    claim(out)
     images = open_images(settings.images, settings.allow_lossy)
     if settings.n is not None and settings.n != images.n:
         raise UserError(f"{settings.images} holds {images.n} images, --n says {settings.n}; make the missing ones")

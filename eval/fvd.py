@@ -25,8 +25,9 @@ from visgen import config as configs
 from visgen import evaluate as ev
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
+from visgen.files import write_text
 from visgen.generate import Generator
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.loading import load
 from visgen.metrics.clips import ClipExtractor, FrameDifferences, I3DFeatures
 from visgen.metrics.features import build_extractor
@@ -99,8 +100,9 @@ def main() -> None:
             generator.check_sampling(settings)
             cs.check_length(generator, settings, held_out.frames, settings.start)
         asked = check_checkpoint(held_out, generator, f"checkpoint {settings.checkpoint}")
-    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
+    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small, "clips")
     out = writable(settings.out, "--out")
+    claim(out)
     train = build_pictures(data, "train") if set(settings.rows) - {"generated"} else None
     with Progress("reference", world.rank == 0) as step:
         ref = cs.reference(held_out, extractor, ref_n, settings.plan_seed, settings.engine.batch, world, step)
@@ -127,7 +129,7 @@ def main() -> None:
             reports[row].write(out / row)
     if world.rank == 0:
         text = table(reports, list(next(iter(reports.values())).scores))
-        (out / "table.md").write_text(text)
+        write_text(out / "table.md", text)
         print(text)
 
 

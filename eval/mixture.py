@@ -27,6 +27,7 @@ from visgen import config as configs
 from visgen.backbones.ar import Config as ARConfig
 from visgen.checks import Positive
 from visgen.config import UserError, build, plugin_config
+from visgen.files import write_text
 from visgen.launch import writable
 from visgen.metrics.report import environment
 from visgen.model import Model
@@ -77,9 +78,9 @@ def main() -> None:
     except torch.OutOfMemoryError:
         raise UserError(f"a batch of {settings.batch} does not fit the memory of {device}; lower --batch") from None
     facts = {"command": shlex.join(["python", *sys.argv]), "batch": settings.batch, **environment(), **rows}
-    (out / "mixture.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_text(out / "mixture.json", json.dumps(facts, indent=1) + "\n")
     text = f"```\n{facts['command']}\n```\n\n{facts['gpu'] or 'CPU'}, torch {facts['torch']}\n\n{table(rows)}\n"
-    (out / "mixture.md").write_text(text)
+    write_text(out / "mixture.md", text)
     print(text)
 
 

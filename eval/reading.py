@@ -22,6 +22,7 @@ from visgen import config as configs
 from visgen.checks import Natural, Positive, Seed
 from visgen.config import UserError, plugin, plugin_config
 from visgen.data import Data, codes
+from visgen.files import write_text
 from visgen.launch import Progress, cpus, writable
 from visgen.metrics.report import environment
 from visgen.metrics.timing import Stopwatch
@@ -88,10 +89,10 @@ def main() -> None:
     check_batch(len(data), settings.batch, 1, 1, "--batch")
     found = measure(data, settings, min(settings.workers, cpus()), weight)
     facts = {"data": configs.dump(chosen), "command": shlex.join(["python", *sys.argv]), **environment()}
-    (out / "reading.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1, default=str) + "\n")
+    write_text(out / "reading.json", json.dumps({**facts, **asdict(found)}, indent=1, default=str) + "\n")
     text = f"{found.samples_per_s:.0f} samples/s by {found.workers} workers: {found.samples} in {found.seconds:.1f} s"
     text += f", of {found.size} samples" + ("" if weight is None else f" of {weight / 1e3:.0f} KB")
-    (out / "reading.md").write_text(f"```\n{facts['command']}\n```\n\n{text}\n")
+    write_text(out / "reading.md", f"```\n{facts['command']}\n```\n\n{text}\n")
     print(text)
 
 

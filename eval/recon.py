@@ -23,7 +23,7 @@ from visgen import evaluate as ev
 from visgen.checkpoint import load_tokenizer
 from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.recon import CodeUsage, ReconMeter
@@ -68,6 +68,7 @@ def main() -> None:
         raise UserError("--tokenizer is needed: a tokenizer's run directory or safetensors file")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    claim(out)
     device, _ = settings.engine.resolve()
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch

@@ -21,7 +21,7 @@ from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.data import Data
 from visgen.generate import Generator
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.scale import CHUNK
@@ -89,6 +89,7 @@ def main() -> None:
     settings = configs.load(SweepConfig, sys.argv[1:], prog="eval/report.py")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    claim(out)
     base = CellConfig(
         settings.sampler, settings.guidance, settings.warp, settings.engine, settings.checkpoint, settings.step
     )

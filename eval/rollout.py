@@ -24,8 +24,9 @@ from visgen import evaluate as ev
 from visgen import rollout as ro
 from visgen.checks import Natural, Positive, Range, Seed
 from visgen.config import UserError, plugin
+from visgen.files import write_text
 from visgen.generate import Generator
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.loading import load
 from visgen.metrics.clips import FrameDifferences
 from visgen.metrics.features import build_extractor
@@ -97,8 +98,9 @@ def main() -> None:
     )
     plan = SamplePlan(settings.n, len(held_out.classes), settings.plan_seed)
     ref_n = min(settings.reference_n or len(held_out), len(held_out))
-    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small)  # type: ignore[arg-type]
+    ev.check_size(plan, ref_n, extractor, settings.groups, settings.allow_small, "clips")
     out = writable(settings.out, "--out")
+    claim(out)
     longest = settings.longer * window
     contexts = [context or None for context in settings.contexts]
     for context in contexts:
@@ -164,8 +166,8 @@ def write(
         **environment(),
     }
     text = f"{ro.drift_table(scored)}\n\n{ro.memory_table(used)}\n"
-    (out / "rollout.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "rollout.md").write_text(f"```\n{command}\n```\n\n{text}\n![drift and memory](rollout.png)\n")
+    write_text(out / "rollout.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / "rollout.md", f"```\n{command}\n```\n\n{text}\n![drift and memory](rollout.png)\n")
     save_panels([ro.drift_panel(scored), ro.memory_panel(used)], out / "rollout.png")
     print(text)
 

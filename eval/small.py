@@ -28,14 +28,14 @@ from visgen import small_set as small
 from visgen.checks import Positive, Range, Seed
 from visgen.config import UserError, plugin
 from visgen.generate import Generator
-from visgen.launch import Progress, writable
+from visgen.launch import Progress, claim, writable
 from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.neighbours import histograms, nearest, suspects
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report
-from visgen.pictures import grid
+from visgen.pictures import grid, save_png
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
@@ -82,6 +82,7 @@ def main() -> None:
         raise UserError("--checkpoint is needed: a run directory, or a Hub id")
     world = ev.World.current()
     out = writable(settings.out, "--out")
+    claim(out)
     device, _ = settings.engine.resolve()
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
@@ -127,10 +128,11 @@ def main() -> None:
     )
     report.write(out)
     held_out = data.held_out.get_many(data.bases)["pixels"][:, 0]
-    sheet(pixels, *near["generated"], data, settings.shown).save(out / "neighbours.png")
-    sheet(held_out, *near["held_out"], data, settings.shown).save(out / "neighbours_held_out.png")
+    shown = {"neighbours": (pixels, "generated"), "neighbours_held_out": (held_out, "held_out")}
+    for name, (images, of) in shown.items():
+        save_png(sheet(images, *near[of], data, settings.shown), out / f"{name}.png", {"command": report.command})
     marks = [scores[name].terms["quantile"] for name in scores if name.startswith("generated_below")]
-    histograms(distances, marks).save(out / "distances.png")
+    save_png(histograms(distances, marks), out / "distances.png", {"command": report.command})
     print(report.markdown())
 
 

@@ -27,6 +27,7 @@ from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.decode.guidance import Guidance
 from visgen.decode.warp import Warp
+from visgen.files import write_text
 from visgen.launch import out_of_memory, writable
 from visgen.loading import load
 from visgen.metrics.report import environment
@@ -94,7 +95,7 @@ def main() -> None:
             raise UserError(f"a batch of {batch} does not fit the memory of {device}; lower --batches") from None
         print(speed.table(rows).splitlines()[-1], file=sys.stderr)
         if kernels:
-            (out / f"profile_{batch}.txt").write_text(kernels[0])
+            write_text(out / f"profile_{batch}.txt", kernels[0])
     facts = {
         "model": settings.checkpoint or str(settings.config),
         "weights": weights,
@@ -113,8 +114,8 @@ def main() -> None:
         + f"\n\n{speed.table(rows)}\n"
         + "".join(f"\nbatch {row.batch}: {json.dumps(row.notes)}\n" for row in rows if row.notes)
     )
-    (out / "speed.json").write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    (out / "speed.md").write_text(f"```\n{facts['command']}\n```\n\n{text}")
+    write_text(out / "speed.json", json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_text(out / "speed.md", f"```\n{facts['command']}\n```\n\n{text}")
     print(text)
 
 

@@ -26,6 +26,7 @@ from visgen.checks import Positive, Range
 from visgen.config import UserError, plugin
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
+from visgen.files import write_text
 from visgen.launch import writable
 from visgen.metrics.report import environment
 from visgen.model import Model
@@ -89,8 +90,8 @@ def main() -> None:
         + "".join(f"\nbatch {batch}: the ways differ by {value:.1e}\n" for batch, value in differences.items())
     )
     found = {**facts, "differences": differences, "rows": [asdict(row) for row in rows]}
-    (out / "speed_blocks.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "speed_blocks.md").write_text(f"```\n{facts['command']}\n```\n\n{text}")
+    write_text(out / "speed_blocks.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / "speed_blocks.md", f"```\n{facts['command']}\n```\n\n{text}")
     print(text)
 
 

@@ -23,6 +23,7 @@ import torch
 from visgen import config as configs
 from visgen.checks import Natural, Positive, Weight
 from visgen.config import UserError
+from visgen.files import write_text
 from visgen.launch import writable
 from visgen.metrics.report import environment
 from visgen.train.bench import Measured, measure
@@ -102,10 +103,10 @@ def main() -> None:
             **environment(),
         }
         text = table(found)
-        (out / "train_speed.json").write_text(json.dumps({**facts, **asdict(found)}, indent=1) + "\n")
+        write_text(out / "train_speed.json", json.dumps({**facts, **asdict(found)}, indent=1) + "\n")
         head = f"{facts['config']}, {found.processes} x {facts['gpu'] or 'CPU'}, weights {facts['weights']}, "
         head += f"{loop.precision}, compiled: {facts['compiled']}, recompute: {loop.recompute}, torch {facts['torch']}"
-        (out / "train_speed.md").write_text(f"```\n{facts['command']}\n```\n\n{head}\n\n{text}\n")
+        write_text(out / "train_speed.md", f"```\n{facts['command']}\n```\n\n{head}\n\n{text}\n")
         print(f"{head}\n\n{text}")
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -123,3 +123,23 @@ def test_generated_takes_the_labels_that_the_plan_balances() -> None:
     assert drawn(None) == plan.rows().label.tolist()
     table = torch.tensor([7, 7, 9, 5])
     assert drawn(table) == table[plan.rows().label].tolist() and sorted(drawn(table)) == [5] * 3 + [7] * 6 + [9] * 3
+
+
+def test_a_round_trip_that_is_not_finite_is_refused(checkpoint_dir: Path) -> None:
+    tokenizer = visgen.load(str(checkpoint_dir), device="cpu").tokenizer
+    next(tokenizer.decoder.parameters()).data.fill_(float("nan"))
+    rows = ev.round_trip(tokenizer, ev.pictures(DATA, [5, 3], batch=2))
+    with pytest.raises(UserError, match="pixels of the tokenizer's round trip of image 0 are not finite"):
+        list(rows)
+
+
+def test_everything_that_is_too_small_is_named_at_once() -> None:
+    extractor = build_extractor("fd_debug")
+    with pytest.raises(UserError) as found:
+        ev.check_size(SamplePlan(8, 3), 70, extractor, 16, False, "clips")
+    said = str(found.value)
+    assert "n = 8 clips" in said and "--allow-small" in said and "pass --groups 8 or less" in said
+    assert "small.py" not in said, "which scores images"
+    ev.check_size(SamplePlan(8, 3), 70, extractor, 8, True, "clips")
+    with pytest.raises(UserError, match=r"eval/small\.py"):
+        ev.check_size(SamplePlan(8, 3), 70, extractor, 8, False)

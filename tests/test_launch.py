@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from visgen import launch
 from visgen.config import UserError
 from visgen.launch import Progress, cpus, device_of, on_cpu, out_of_memory, writable
 
@@ -83,3 +88,29 @@ def test_a_machine_without_memory_is_told_from_other_errors() -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert out_of_memory(full.value) and out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_directory_is_claimed_by_one_process_until_it_ends(tmp_path: Path) -> None:
+    code = "import sys, pathlib, visgen.launch as launch; launch.claim(pathlib.Path(sys.argv[1])); "
+    words = [sys.executable, "-c", code + "print('claimed', flush=True); input()"]
+    env = {k: v for k, v in os.environ.items() if k != "RANK"}
+    other = subprocess.Popen([*words, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    assert other.stdout is not None and other.stdout.readline() == b"claimed\n"
+    with pytest.raises(UserError, match=f"another evaluation is at work in {tmp_path}"):
+        launch.claim(tmp_path)
+    other.kill()
+    other.wait()
+    launch.claim(tmp_path)
+    launch.claim(tmp_path)  # its own
+
+
+def test_a_line_is_said_once_and_a_closed_stderr_ends_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        launch.say("this once")
+    assert capsys.readouterr().err == "this once\n"
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    launch.say("unheard")

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from programs import program
 
-from visgen import sweep
+from visgen import sweep, sweep_report
 from visgen.config import UserError, run_program
 from visgen.metrics.frechet import compare
 from visgen.metrics.intervals import holm
@@ -151,6 +151,19 @@ def test_what_cannot_be_scored_is_refused_before_any_image(
     monkeypatch.setattr(sweep, "measure", None)
     said = _refusal(report, *flags)
     assert message in said[-1] and not any("reference" in line for line in said)
+
+
+def test_a_warning_stands_once_with_its_cells() -> None:
+    singular, mean = "fd: the covariance is singular", "fd: {} of it is the mean term"
+    cells = [
+        {"name": "a", "warnings": [singular, mean.format("51%")]},
+        {"name": "b", "warnings": [singular]},
+        {"name": "c", "warnings": [singular, mean.format("62.5%")]},
+    ]
+    assert sweep_report._once(cells) == [
+        "all cells: fd: the covariance is singular",
+        "a, c: fd: 51% of it is the mean term (the numbers are of a)",
+    ]
 
 
 @pytest.mark.parametrize("damaged", ["cell.json", "images.safetensors"])

@@ -25,7 +25,7 @@ from visgen.data import Data
 from visgen.evaluate import labels_of, reconstruct
 from visgen.generate import Generator, stream
 from visgen.metrics.control import SMALLEST, Confusion, depth_rmse, edge_counts, f1, ms_ssim
-from visgen.metrics.images import to_uint8
+from visgen.metrics.images import require_finite, to_uint8
 from visgen.metrics.intervals import interval
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.recon import ssim
@@ -113,7 +113,9 @@ def check_asked(generator: Generator, data: Data, where: str = "checkpoint") -> 
 def extracted(control: Control, pixels: Tensor, device: torch.device, batch: int) -> Tensor:
     """Maps [n, 3, H, W] on the CPU, of images uint8 [n, 3, H, W]."""
     parts = [control.extract(p.to(device).float()[:, None] / 127.5 - 1)[:, 0].cpu() for p in pixels.split(batch)]
-    return torch.cat(parts)
+    maps = torch.cat(parts)
+    require_finite(maps, what="values of the control map")
+    return maps
 
 
 # ------------------------------------------------------------------------------------------------------- images

@@ -26,7 +26,7 @@ from visgen.generate import Generator, at_a_time
 from visgen.launch import on_cpu
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, Stats, frechet_distance, require_enough
-from visgen.metrics.images import ImageAudit
+from visgen.metrics.images import ImageAudit, require_finite
 from visgen.metrics.kid import FeatureBank, kid
 from visgen.metrics.protocol import EvalProtocol, SamplePlan, Score
 from visgen.sampling import SamplingConfig
@@ -227,10 +227,18 @@ def check_marginals(tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def reconstruct(tokenizer: Tokenizer, pixels: Tensor, decode: bool = True) -> tuple[Tensor, Tensor]:
-    """uint8 pixels [B, T, 3, H, W] -> (tokens, pixels in [-1, 1]) through the tokenizer."""
+    """uint8 pixels [B, T, 3, H, W] -> (tokens, pixels in [-1, 1]) through the tokenizer.
+
+    Raises:
+        UserError: a pixel is not finite.
+    """
     device = next(tokenizer.parameters()).device
     tokens = tokenizer.encode(pixels.to(device).float() / 127.5 - 1)
-    return tokens, tokenizer.decode(tokens) if decode else pixels
+    if not decode:
+        return tokens, pixels
+    decoded = tokenizer.decode(tokens)
+    require_finite(decoded, what="pixels of the tokenizer's round trip")
+    return tokens, decoded
 
 
 def choose(data: Data, plan: SamplePlan) -> list[int]:
@@ -288,26 +296,37 @@ def protocol_of(extractor: FeatureExtractor, ref: Reference, data: Data, plan: S
     )
 
 
-def check_size(plan: SamplePlan, ref_n: int, extractor: FeatureExtractor, groups: int, allow_small: bool) -> None:
-    """Refuses an N that is too small for the jackknife's groups or for the extractor's width, before any work.
+def check_size(
+    plan: SamplePlan, ref_n: int, extractor: Any, groups: int, allow_small: bool, what: str = "images"
+) -> None:
+    """Refuse an N that is too small for the jackknife's groups or for the extractor's width, before any work.
+
+    Args:
+        what: what is scored, images or clips.
 
     Raises:
-        UserError: naming N, the groups or the width, and the remedy.
+        UserError: naming N, the groups and the width where they do not fit, and all remedies at once.
     """
     if ref_n == 1:
         raise UserError(
             "the reference has one sample, its covariance needs 2; raise data.held_out_fraction or --reference-n"
         )
-    for n, what in ((plan.n, "images"), (ref_n, "reference images")):
-        require_enough(n, extractor.dims["pool"], extractor.id, allow_small, what)
-    if groups > plan.n:
-        raise UserError(f"groups {groups} exceeds the {plan.n} images; pass --groups {plan.n} or less")
+    faults = []
+    try:
+        for n, named in ((plan.n, what), (ref_n, f"reference {what}")):
+            require_enough(n, extractor.dims["pool"], extractor.id, allow_small, named)
+    except UserError as error:
+        faults.append(str(error))
     rest = plan.n - -(-plan.n // groups)
-    if groups > 1 and rest < 2:
-        raise UserError(
-            f"leaving out one of {groups} groups of {plan.n} images leaves {rest}, a covariance needs 2; raise --n, or "
+    if groups > plan.n:
+        faults.append(f"groups {groups} exceeds the {plan.n} {what}; pass --groups {plan.n} or less")
+    elif groups > 1 and rest < 2:
+        faults.append(
+            f"leaving out one of {groups} groups of {plan.n} {what} leaves {rest}, a covariance needs 2; raise --n, or "
             "pass --groups 1 for no error"
         )
+    if faults:
+        raise UserError("; and ".join(faults))
 
 
 def collect(

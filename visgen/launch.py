@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import mimetypes
 import os
@@ -99,6 +100,34 @@ def writable(directory: Path, flag: str, *files: str) -> Path:
         if path.is_dir():
             raise UserError(f"{flag}: {path} is a folder, where a file of that name is to be written; move it away")
     return directory
+
+
+_claimed: dict[Path, int] = {}  # directories that this process holds, by the number of the open file
+
+
+def claim(directory: Path) -> None:
+    """Keep other processes of ours that claim the directory out of it until this one ends, however it ends.
+
+    Of a launch the main process claims for all. A file system without locks lets all in.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    directory = directory.resolve()
+    if directory in _claimed or os.environ.get("RANK", "0") != "0":
+        return
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise UserError(
+            f"another evaluation is at work in {directory}; wait for its end, or choose another --out"
+        ) from None
+    except OSError:
+        os.close(number)
+        return
+    _claimed[directory] = number
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from visgen.generate import Generator, at_a_time
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.image_files import NpzWriter
-from visgen.metrics.images import ImageAudit
+from visgen.metrics.images import ImageAudit, require_finite
 from visgen.metrics.protocol import SamplePlan
 from visgen.run_files import WEIGHTS, find_step
 from visgen.sampling import SamplingConfig
@@ -139,21 +139,10 @@ def make_chunk(work: Work, part: range) -> dict[str, Tensor]:
         pixels.append(scored[index < work.shown].cpu())
     audit.require_complete()
     for name, value in filled.items():
-        require_finite(value, part, name.removeprefix("feature."))
+        require_finite(value, torch.tensor(part), name.removeprefix("feature."))
     kept = {"keys": audit.keys, "counts": audit.counts, "nfe": nfe}
     shown = torch.cat(pixels)
     return {**filled, **kept, **({"pixels": shown} if len(shown) else {})}
-
-
-def require_finite(features: Tensor, part: range, name: str) -> None:
-    """Raises `UserError` naming the first image whose features are not finite."""
-    bad = ~torch.isfinite(features).all(1)
-    if bad.any():
-        first = part[int(bad.nonzero()[0])]
-        raise UserError(
-            f"{name} of image {first} are not finite; look at that image (its seed is the plan's), and at the model's "
-            "output and the extractor's weights"
-        )
 
 
 class Whole:

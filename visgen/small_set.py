@@ -33,6 +33,7 @@ from visgen.evaluate import (
 )
 from visgen.launch import Progress
 from visgen.metrics.features import FeatureExtractor
+from visgen.metrics.images import require_finite
 from visgen.metrics.intervals import interval
 from visgen.metrics.kid import kid
 from visgen.metrics.neighbours import closer, share_below
@@ -265,7 +266,9 @@ def nats_per_token(model: Model, tokens: Tensor, labels: Tensor, batch: int) -> 
         model.loss(ids.to(device), {"label": label.to(device)}, None).double().mean(1).cpu()
         for ids, label in zip(tokens.split(batch), labels.split(batch), strict=True)
     ]
-    return torch.cat(parts)
+    nats = torch.cat(parts)
+    require_finite(nats[:, None], what="nats a token")
+    return nats
 
 
 def marginal_nats(train: Tensor, tokens: Tensor, vocab: int) -> tuple[Tensor, float]:

@@ -27,10 +27,11 @@ from visgen import evaluate as ev
 from visgen import scale, speed
 from visgen.config import UserError
 from visgen.data import Data
+from visgen.files import publishing, write_text
 from visgen.generate import Generator
 from visgen.launch import Progress
 from visgen.loading import load
-from visgen.metrics.chunks import ChunkStore, difference, write_whole
+from visgen.metrics.chunks import ChunkStore, difference
 from visgen.metrics.features import FeatureExtractor
 from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import FeatureBank, kid
@@ -349,9 +350,8 @@ def time_cell(cell: Cell, generator: Generator, run: Run, copy: float) -> list[d
 
 def _write(found: Found, folder: Path, identity: Mapping[str, str]) -> None:
     tensors = {"nfe": found.nfe, "keys": found.keys, "pixels": found.pixels.contiguous()}
-    temporary = folder / ".images.tmp"
-    save_file(tensors, temporary)
-    temporary.replace(folder / "images.safetensors")
+    with publishing(folder / "images.safetensors") as unfinished:
+        save_file(tensors, unfinished)
     text = {
         "identity": dict(identity),
         "scores": {name: score.to_dict() for name, score in found.scores.items()},
@@ -360,7 +360,7 @@ def _write(found: Found, folder: Path, identity: Mapping[str, str]) -> None:
         "about": found.about,
         "seconds": found.seconds,
     }
-    write_whole(folder / "cell.json", json.dumps(text, indent=1, sort_keys=True).encode())
+    write_text(folder / "cell.json", json.dumps(text, indent=1, sort_keys=True))
 
 
 def _read(cell: Cell, folder: Path, identity: Mapping[str, str], run: Run) -> Found | None:

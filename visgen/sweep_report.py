@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from visgen.metrics.chunks import write_whole
+from visgen.files import write_text
 from visgen.metrics.frechet import Comparison, compare
 from visgen.metrics.intervals import holm
 from visgen.metrics.pareto import Point, pareto
 from visgen.metrics.protocol import finite
 from visgen.metrics.report import diagnose, environment, number, plus_minus
-from visgen.pictures import grid
+from visgen.pictures import grid, save_png
 from visgen.sweep import Found, Target
 
 SCHEMA = 1
@@ -107,14 +108,14 @@ class SweepReport:
         """Writes all files into `out`; returns what `report.json` holds."""
         plots = self.plot(out)
         for found in self.found:
-            Image.fromarray(grid(found.pixels, max(1, round(len(found.pixels) ** 0.5)))).save(
-                out / f"grid_{found.cell.slug}.png"
-            )
+            picture = Image.fromarray(grid(found.pixels, max(1, round(len(found.pixels) ** 0.5))))
+            save_png(picture, out / f"grid_{found.cell.slug}.png", {"cell": found.cell.name})
         some = torch.cat([found.pixels[:SEEDS_SHOWN] for found in self.found])
-        Image.fromarray(grid(some, min(SEEDS_SHOWN, len(self.found[0].pixels)))).save(out / "same_seeds.png")
+        rows = Image.fromarray(grid(some, min(SEEDS_SHOWN, len(self.found[0].pixels))))
+        save_png(rows, out / "same_seeds.png", {"rows": [found.cell.name for found in self.found]})
         values = {**self.to_dict(), "plots": plots}
-        write_whole(out / "report.json", (json.dumps(values, indent=1, sort_keys=True, default=str) + "\n").encode())
-        write_whole(out / "report.md", self.markdown(values).encode())
+        write_text(out / "report.json", json.dumps(values, indent=1, sort_keys=True, default=str) + "\n")
+        write_text(out / "report.md", self.markdown(values))
         return values
 
     def plot(self, out: Path) -> list[str]:
@@ -142,7 +143,7 @@ class SweepReport:
         heads = ["", *names, f"{self.headline} less baseline", "p (Holm)", "same images", "NFE an image"]
         heads += [f"s an image, batch {b}" for b in batches]
         lines = [f"# {self.title}", ""]
-        warnings = [f"{c['name']}: {text}" for c in values["cells"] for text in c["warnings"]]
+        warnings = _once(values["cells"])
         lines += [f"> **Warning:** {text}" for text in warnings] + [""] * bool(warnings)
         lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         for found, cell, c in zip(self.found, values["cells"], self.compared(), strict=True):
@@ -172,6 +173,21 @@ def nfe_of(found: Found) -> dict[str, float]:
     return {"mean": statistics.fmean(counts), "median": float(statistics.median(counts)), "most": float(max(counts))}
 
 
+def _once(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the warnings of all cells, each once with the cells that it is about; those that differ in their numbers
+    alone are one."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for cell in cells:
+        for text in cell["warnings"]:
+            found.setdefault(re.sub(r"\d[\d.e+-]*", "#", text), []).append((cell["name"], text))
+    lines = []
+    for named in found.values():
+        where = "all cells" if len(named) == len(cells) > 1 else ", ".join(name for name, _ in named)
+        first = "" if len({text for _, text in named}) == 1 else f" (the numbers are of {named[0][0]})"
+        lines.append(f"{where}: {named[0][1]}{first}")
+    return lines
+
+
 def _signed(c: Comparison) -> str:
     return f"{c.difference:+.2g} ± {c.se:.1g}"
 
@@ -186,7 +202,7 @@ def _reading(baseline: str, n: int) -> str:
         f"± is one standard error. All cells draw the same {n} labels and seeds; *less {baseline}* is paired, so its "
         "error is smaller than that of two separate numbers, and its p is adjusted for the number of cells. A "
         "lossless sampler has the baseline's law, so its difference is noise. *Same images* are equal byte by byte. "
-        "Seconds are medians of whole decodes without the tokenizer; in plots the grey steps are the Pareto front, "
+        "Seconds are medians of whole decodes without the tokenizer; in plots the grey line joins the Pareto front, "
         "dotted lines what the text above names."
     )
 

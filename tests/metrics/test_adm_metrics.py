@@ -56,7 +56,7 @@ def test_their_error_is_the_true_spread_of_overlapping_sets() -> None:
 def test_precision_and_recall_refuse() -> None:
     bad = normal(50)
     bad[7] = math.nan
-    with pytest.raises(UserError, match="features of generated image 7 are not finite"):
+    with pytest.raises(UserError, match="generated features of image 7 are not finite"):
         precision_recall(bad, normal(50))
     with pytest.raises(UserError, match="more than k = 3 reference images, got 3"):
         precision_recall(normal(50), normal(3))

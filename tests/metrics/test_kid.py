@@ -142,5 +142,5 @@ def test_errors():
     with pytest.raises(UserError, match="too few"):
         kid(x[:3], x)
     x[7, 1] = float("inf")
-    with pytest.raises(UserError, match="image 7 of y are not finite"):
+    with pytest.raises(UserError, match="features in y of image 7 are not finite"):
         kid(_features(40), x)

@@ -2,7 +2,11 @@ import pytest
 import torch
 
 from visgen.config import UserError
+from visgen.metrics.frechet import Moments
 from visgen.metrics.images import ImageAudit, as_frames, to_uint8
+from visgen.metrics.inception_score import InceptionScore
+from visgen.metrics.kid import FeatureBank
+from visgen.metrics.recon import ReconMeter
 
 LEVELS = torch.arange(256, dtype=torch.uint8)
 
@@ -48,22 +52,36 @@ def test_audit_is_the_same_for_any_split_and_sees_twins():
     for name in ("seen", "keys", "counts"):
         setattr(total, name, sum(getattr(share, name) for share in shares))
     assert total.hash == whole.hash and total.checks() == whole.checks()
-    assert whole.checks() == {"images": 10, "unique_images": 9, "nan": 0, "clipped_fraction": 0.0}
+    assert whole.checks() == {"images": 10, "unique_images": 9, "clipped_fraction": 0.0}
     swapped = ImageAudit(10)
     swapped.update(images.flip(0), torch.arange(10))
     assert swapped.hash != whole.hash
 
 
-def test_audit_counts_nan_and_clipped_and_missing():
+def test_audit_counts_clipped_and_missing():
     pixels = torch.zeros(4, 3, 8, 8)
-    pixels[0, 0, 0, 0], pixels[1, 0, 0, :3] = float("nan"), 1.5
+    pixels[1, 0, 0, :3] = 1.5
     audit = ImageAudit(5)
     assert audit.update(pixels, torch.arange(4)).dtype == torch.uint8
     with pytest.raises(UserError, match=r"image 4 \(0 times"):
         audit.checks()
     audit.update(pixels[:1], torch.tensor([4]))
     checks = audit.checks()
-    assert checks["nan"] == 2 and checks["clipped_fraction"] == pytest.approx(3 / (5 * 192))
+    assert checks["clipped_fraction"] == pytest.approx(3 / (5 * 192))
     audit.update(pixels[:1], torch.tensor([4]))
     with pytest.raises(UserError, match=r"image 4 \(2 times"):
         audit.require_complete()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_never_scored(value):
+    pixels, features = torch.zeros(3, 3, 8, 8), torch.zeros(3, 5)
+    pixels[1, 2, 7, 7], features[1, 4] = value, value
+    index = torch.tensor([6, 4, 8])
+    with pytest.raises(UserError, match="pixels of image 4 are not finite"):
+        ImageAudit(9).update(pixels, index)
+    with pytest.raises(UserError, match="pixels of image 1 are not finite"):
+        ReconMeter().update(torch.zeros(3, 3, 8, 8), pixels)
+    for refuse in (Moments(5, 9, 3).update, FeatureBank(5, 9).update, InceptionScore(5, 9).update):
+        with pytest.raises(UserError, match="image 4 are not finite"):
+            refuse(features, index)

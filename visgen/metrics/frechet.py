@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visgen.config import UserError
-from visgen.metrics.images import AllReduce
+from visgen.metrics.images import AllReduce, require_finite
 from visgen.metrics.intervals import interval, jackknife, t_central
 from visgen.metrics.protocol import Score, group_of
 
@@ -118,11 +118,7 @@ class Moments:
         index = index.cpu()
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.n:
             raise UserError(f"image index {int(index.max())} is outside 0..{self.n - 1}; mask the filling rows (-1)")
-        bad = ~torch.isfinite(features).all(1).cpu()  # syncs: a silent NaN would void the whole run
-        if bad.any():
-            raise UserError(
-                f"features of image {int(index[bad][0])} are not finite; look at that image and at the model's output"
-            )
+        require_finite(features, index)
         x = features.to(self.centre.device).double() - self.centre  # [B, D]
         group = group_of(index, self.n, self.groups)
         for g in group.unique().tolist():
@@ -216,6 +212,8 @@ def frechet_distance(
     require_enough(ref.n, ref.dim, extractor, allow_small, what="reference images")
     terms = frechet_terms(gen, ref)
     value = terms.pop("distance")
+    if not math.isfinite(value):
+        raise UserError(f"the Fréchet distance is {value}: statistics of {extractor} are not finite; build them anew")
     score = Score(value, n=gen.n or None, n_ref=ref.n or None, floor=noise_floor(ref, gen.n), terms=terms)
     if not isinstance(generated, Moments) or generated.groups < 2 or not with_error:
         return replace(score, note="no error: needs Moments of 2 groups or more")
@@ -237,9 +235,11 @@ def require_enough(
 ) -> None:
     """Raises `UserError` unless n > D, so that a program can refuse before it samples; n = 0 stands for exact."""
     if 0 < n <= dim and not allow_small:
+        kid = "" if "clips" in what else "score a small set by `python eval/small.py` (KID), "
         raise UserError(
             f"n = {n} {what} is not above the {dim} feature dimensions of {extractor}, so the covariance is singular "
-            f"and the distance means little; use n >= {2 * dim} (10000 is usual), KID, or --allow-small"
+            f"and the distance means little; use n >= {2 * dim} (10000 is usual), {kid}or pass --allow-small and trust "
+            "the KID beside it alone"
         )
 
 

@@ -38,8 +38,26 @@ def as_frames(images: Tensor) -> Tensor:
     return images.flatten(0, -4)
 
 
+def require_finite(values: Tensor, index: Tensor | None = None, what: str = "features") -> None:
+    """Refuse values [B, ...] of images `index` [B] that are not finite: any score of them would be meaningless.
+
+    Args:
+        index: numbers of the images; default their places.
+        what: what the values are, in the plural.
+
+    Raises:
+        UserError: naming the first such image.
+    """
+    bad = ~torch.isfinite(values).flatten(1).all(1).cpu()  # syncs: a silent NaN would void the whole run
+    if bad.any():
+        first = int(bad.nonzero()[0]) if index is None else int(index.cpu()[bad][0])
+        raise UserError(
+            f"{what} of image {first} are not finite; look at that image, at the model's output and at the weights"
+        )
+
+
 class ImageAudit:
-    """Checks over a set of `n` images: all present, finite, unclipped, no two alike; and the set's content hash.
+    """Checks over a set of `n` images: all present and finite, unclipped, no two alike; and the set's content hash.
 
     The hash depends on the bytes and their order only, not on the device or batch size, so it can name a reference.
     """
@@ -48,17 +66,20 @@ class ImageAudit:
         self.n = n
         self.seen = torch.zeros(n, dtype=torch.int64)  # [n] how often an index came
         self.keys = torch.zeros(n, dtype=torch.int64)  # [n] 64-bit hash of the bytes
-        self.counts = torch.zeros(3, dtype=torch.int64)  # values: not finite, outside [-1, 1], all
+        self.counts = torch.zeros(2, dtype=torch.int64)  # values: outside [-1, 1], all
 
     def update(self, pixels: Tensor, index: Tensor) -> Tensor:
-        """Takes `pixels` [B, ...] (uint8, or float in [-1, 1]) of images `index` [B]; returns them as uint8."""
-        images = to_uint8(pixels)
+        """Take `pixels` [B, ...] (uint8, or float in [-1, 1]) of images `index` [B]; return them as uint8.
+
+        Raises:
+            UserError: a pixel is not finite.
+        """
         index = index.cpu()
         if pixels.dtype != torch.uint8:
-            bad = ~torch.isfinite(pixels)
-            clipped = (pixels.abs() > 1) & ~bad
-            self.counts[:2] += torch.stack([bad.sum(), clipped.sum()]).cpu()  # syncs: the bytes below come to the host
-        self.counts[2] += pixels.numel()
+            require_finite(pixels, index, "pixels")
+            self.counts[0] += (pixels.abs() > 1).sum().cpu()  # syncs: the bytes below come to the host
+        self.counts[1] += pixels.numel()
+        images = to_uint8(pixels)
         rows = images.flatten(1).cpu().numpy()
         keys = [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
         self.seen.index_add_(0, index, torch.ones_like(index))
@@ -79,11 +100,11 @@ class ImageAudit:
         return hashlib.sha256(self.keys.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
     def checks(self) -> dict[str, float]:
-        """The `checks` block of a report: number of images, of unique images, of not-finite values, clipped share."""
+        """The `checks` block of a report: number of images, of unique images, clipped share."""
         self.require_complete()
-        bad, clipped, total = self.counts.tolist()
+        clipped, total = self.counts.tolist()
         unique = int(torch.unique(self.keys).numel())
-        return {"images": self.n, "unique_images": unique, "nan": bad, "clipped_fraction": clipped / max(total, 1)}
+        return {"images": self.n, "unique_images": unique, "clipped_fraction": clipped / max(total, 1)}
 
 
 def require_once(seen: Tensor, what: str) -> None:

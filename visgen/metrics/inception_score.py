@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from visgen.config import UserError
+from visgen.metrics.images import require_finite
 from visgen.metrics.protocol import Score
 
 CHUNK = 5000
@@ -33,7 +34,12 @@ class InceptionScore:
         self.count = torch.zeros(chunks, dtype=torch.float64)  # [K]
 
     def update(self, logits: Tensor, index: Tensor) -> None:
-        """Adds logits [B, C] of images `index` [B]."""
+        """Add logits [B, C] of images `index` [B].
+
+        Raises:
+            UserError: a logit is not finite.
+        """
+        require_finite(logits, index, "logits")
         log = logits.double().log_softmax(1).cpu()
         p, place = log.exp(), index.cpu() // self.chunk
         self.law.index_add_(0, place, p)

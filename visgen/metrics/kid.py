@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visgen.config import UserError
-from visgen.metrics.images import AllReduce, require_once
+from visgen.metrics.images import AllReduce, require_finite, require_once
 from visgen.metrics.intervals import interval, jackknife
 from visgen.metrics.protocol import Score
 
@@ -32,7 +32,12 @@ class FeatureBank:
         self.seen = torch.zeros(n, dtype=torch.int64, device=device)  # [n]
 
     def update(self, features: Tensor, index: Tensor) -> None:
-        """Stores features [B, D] of images `index` [B]."""
+        """Store features [B, D] of images `index` [B].
+
+        Raises:
+            UserError: a feature is not finite.
+        """
+        require_finite(features, index)
         index = index.to(self.features.device)
         self.features[index] = features.to(self.features)
         self.seen.index_add_(0, index, torch.ones_like(index))
@@ -74,9 +79,7 @@ def kid(x: Tensor, y: Tensor, *, method: str = "auto", groups: int = 25, seed: i
             f"KID: features have shapes {tuple(x.shape)} and {tuple(y.shape)}; expected [N, D] or [M, R, D], and [M, D]"
         )
     for name, values in (("x", x.flatten(0, -2)), ("y", y)):
-        bad = (~torch.isfinite(values).all(1)).nonzero()
-        if bad.numel():
-            raise UserError(f"KID: features of image {int(bad[0])} of {name} are not finite; look at that image")
+        require_finite(values, what=f"KID: features in {name}")
     smaller = min(len(x), len(y))
     blocks = min(50, smaller // BLOCK)
     if method == "auto":

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visgen.files import publishing
+
 
 @dataclass(frozen=True)
 class Point:
@@ -35,7 +37,7 @@ def pareto(
     marks: Mapping[str, float] | None = None,
     title: str = "",
 ) -> bool:
-    """Writes a PNG of y against x (logarithmic), error bars of one standard error, and the front as steps.
+    """Write a PNG of y against x (logarithmic): all points with one standard error, those of the front joined.
 
     Args:
         labels: of x and y.
@@ -45,29 +47,26 @@ def pareto(
         False where matplotlib is not installed: nothing is written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         return False
     figure = Figure(figsize=(8, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    rows = list(dict.fromkeys(p.row for p in points))
-    for i, row in enumerate(rows):
-        mine = sorted((p for p in points if p.row == row), key=lambda p: p.x)
-        x, y = [p.x for p in mine], [p.y for p in mine]
-        shape = "os^Dv<>P*X"[i // 10 % 10]
-        style: dict[str, Any] = {"fmt": shape + ("-" if len(mine) > 1 else ""), "color": f"C{i % 10}", "linewidth": 0.7}
-        axes.errorbar(x, y, [p.error for p in mine], capsize=2, label=row, markersize=5, **style)
-    best = front(points)
-    if len(best) > 1:
-        axes.step([p.x for p in best], [p.y for p in best], where="post", color="0.6", zorder=0, linewidth=3, alpha=0.5)
-    for name, value in (marks or {}).items():
-        axes.axhline(value, color="0.4", linestyle=":", linewidth=1)
-        axes.annotate(name, (0.005, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.margins(0.08)
+    if len({p.x for p in points}) == 1:
+        axes.set_xlim(points[0].x / 2, 2 * points[0].x)
+    for i, row in enumerate(dict.fromkeys(p.row for p in points)):
+        mine = [p for p in points if p.row == row]
+        style: dict[str, Any] = {"fmt": "os^Dv<>P*X"[i // 10 % 10], "color": f"C{i % 10}", "linewidth": 0.7}
+        errors = [p.error for p in mine]
+        axes.errorbar([p.x for p in mine], [p.y for p in mine], errors, capsize=2, label=row, markersize=5, **style)
+    best = front(points)
+    axes.plot([p.x for p in best], [p.y for p in best], color="0.6", zorder=0, linewidth=3, alpha=0.5, label="front")
+    for value in (marks or {}).values():
+        axes.axhline(value, color="0.4", linestyle=":", linewidth=1)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_minor_locator(LogLocator(subs="all"))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -76,19 +75,26 @@ def pareto(
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="both", linewidth=0.3)
     axes.legend(fontsize=7, loc="best")
-    _name(axes, [*best, *(p for p in points if p not in best)])
-    figure.savefig(path, dpi=110)
+    _name(axes, [*best, *(p for p in points if p not in best)], marks or {})
+    with publishing(path) as unfinished:
+        figure.savefig(unfinished, dpi=110, format="png")
     return True
 
 
-def _name(axes: Any, points: Sequence[Point]) -> None:
-    """Writes each point's text beside it, but where it would lie on one written before."""
+def _name(axes: Any, points: Sequence[Point], marks: Mapping[str, float]) -> None:
+    """Write the names of marks and points beside them, inside the axes and not on one another; what has no room is left
+    out."""
     axes.figure.draw_without_rendering()  # lays out, so that texts know where they are
     taken: list[Any] = []
-    for point in points:
-        text = axes.annotate(point.text, (point.x, point.y), (4, 4), textcoords="offset points", fontsize=6)
-        box = text.get_window_extent()
-        if any(box.overlaps(other) for other in taken):
-            text.remove()
-        else:
-            taken.append(box)
+    left = axes.get_xlim()[0]
+    named = [(name, left, value, 7) for name, value in marks.items()]
+    for text, x, y, size in [*named, *((p.text, p.x, p.y, 6) for p in points if p.text)]:
+        for across, up in ((4, 4), (-4, 4), (4, -4), (-4, -4)):
+            sides = {"ha": "left" if across > 0 else "right", "va": "bottom" if up > 0 else "top"}
+            written = axes.annotate(text, (x, y), (across, up), textcoords="offset points", fontsize=size, **sides)
+            box, room = written.get_window_extent(), axes.bbox
+            inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            written.remove()

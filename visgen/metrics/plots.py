@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visgen.config import UserError
+from visgen.files import publishing
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#cb912f", "#c14c8a", "#787774")
 MARKS = "os^DvPX"
@@ -42,10 +42,8 @@ def save_panels(panels: Sequence[Panel], path: Path, title: str = "") -> None:
         _draw(axes, panel)
     if title:
         figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, metadata={"Software": None})  # the same bytes for the same numbers
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    with publishing(path) as unfinished:
+        figure.savefig(unfinished, format="png", metadata={"Software": None})  # the same bytes for the same numbers
 
 
 def _draw(axes: Any, panel: Panel) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from visgen.config import UserError
+from visgen.metrics.images import require_finite
 from visgen.metrics.intervals import interval
 from visgen.metrics.protocol import Score
 
@@ -36,9 +37,7 @@ def precision_recall(generated: Tensor, reference: Tensor, k: int = 3) -> dict[s
     """
     sets = {"generated": generated.double(), "reference": reference.double()}
     for name, x in sets.items():
-        bad = (~torch.isfinite(x).all(1)).nonzero()
-        if bad.numel():
-            raise UserError(f"features of {name} image {int(bad[0])} are not finite; look at that image")
+        require_finite(x, what=f"{name} features")
         if len(x) <= k:
             raise UserError(f"precision and recall need more than k = {k} {name} images, got {len(x)}; give more")
     gen, ref = sets.values()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
-from visgen.metrics.images import AllReduce, as_frames, to_uint8
+from visgen.metrics.images import AllReduce, as_frames, require_finite, to_uint8
 from visgen.metrics.intervals import interval
 from visgen.metrics.protocol import Score
 
@@ -53,8 +53,14 @@ def _pair(original: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
     if original.shape != reconstruction.shape:
         shapes = f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
         raise UserError(f"original and reconstruction have shapes {shapes}; compare images of one crop and size")
-    a, b = (to_uint8(as_frames(v)).double() / 255 for v in (original, reconstruction))
+    a, b = (_bytes(v).double() / 255 for v in (original, reconstruction))
     return a, b
+
+
+def _bytes(images: Tensor) -> Tensor:
+    """uint8 [B, 3, H, W] of images or clips, whose pixels must be finite."""
+    require_finite(images, what="pixels")
+    return to_uint8(as_frames(images))
 
 
 def _decibel(mse: Tensor) -> Tensor:
@@ -85,13 +91,14 @@ class ReconMeter:
 
     def update(self, original: Tensor, reconstruction: Tensor) -> dict[str, Tensor]:
         """Adds images [B, 3, H, W] or [B, T, 3, H, W], uint8 or float in [-1, 1]; returns each metric per image [B]."""
-        a, b = to_uint8(as_frames(original)), to_uint8(as_frames(reconstruction))
+        a, b = _bytes(original), _bytes(reconstruction)
         mse = mean_squared_error(a, b)
         values = [mse, _decibel(mse), ssim(a, b)]
         if "ssim_llamagen" in self.names:
             values.append(ssim(a, b, data_range=2.0))
         if self.perceptual is not None:
             values.append(self.perceptual(a.float() / 127.5 - 1, b.float() / 127.5 - 1).double().reshape(-1))
+            require_finite(values[-1][:, None], what="perceptual distances")
         rows = torch.stack(values).to(self.sums.device)  # [metrics, B]
         self.sums += torch.stack([rows.sum(1), rows.square().sum(1)], 1)
         self.counts += torch.stack([torch.tensor(len(mse), device=mse.device), (mse == 0).sum()]).to(self.counts.device)

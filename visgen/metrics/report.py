@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from visgen.config import UserError
+from visgen.files import write_text
 from visgen.metrics.frechet import Comparison, compare
 from visgen.metrics.protocol import EvalProtocol, Score, finite, require_same
 
@@ -83,11 +84,11 @@ class Report:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self.to_dict(), sort_keys=True, indent=2, allow_nan=False, default=str)
-            (folder / "report.json").write_text(text + "\n")
-            (folder / "report.md").write_text(self.markdown())
         except OSError as error:
             raise UserError(f"report: cannot write to {folder} ({error.strerror}); choose another --out") from error
+        text = json.dumps(self.to_dict(), sort_keys=True, indent=2, allow_nan=False, default=str)
+        write_text(folder / "report.json", text + "\n")
+        write_text(folder / "report.md", self.markdown())
         return folder
 
     @classmethod
@@ -187,8 +188,6 @@ def diagnose(scores: Mapping[str, Score], checks: Mapping[str, Any]) -> list[str
             found.append(f"{name}: is {score.value}")
     if checks.get("clipped_fraction", 0) > 0.01:
         found.append(f"{checks['clipped_fraction']:.1%} of the values were outside [-1, 1]: a missing clamp?")
-    if checks.get("nan", 0):
-        found.append(f"{checks['nan']} values were not finite")
     if checks.get("unique_images", 0) < checks.get("images", 0):
         twins = checks["images"] - checks["unique_images"]
         found.append(f"{twins} of {checks['images']} images are exact duplicates: the same seed twice?")
