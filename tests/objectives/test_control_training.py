@@ -281,10 +281,12 @@ def test_cached_codes_have_no_maps(make_model: Callable[..., Any]) -> None:
 
 def test_a_step_has_one_size_and_its_own_grid(runs: Path) -> None:
     sizes = ("--objective.sizes.sides", "8", "12", "16", "24", "--objective.sizes.most-tokens", "18")
-    config = program_config(runs, *sizes)
+    config = program_config(runs, *sizes, "--objective.model.condition.dropout", "0.5")
     objective = build(config.objective)
     data = build(config.data, "train")
     objective.setup(data)
+    drop = torch.rand(3, generator=torch.Generator().manual_seed(1)) < 0.5
+    assert drop.any() and not drop.all()
     assert objective.reading(data) is data, "maps are made of the resized images"
     every = {(h, w) for h in (8, 12, 16, 24) for w in (8, 12, 16, 24) if h * w // 16 <= 18}
     assert set(objective.sizes) == every and (24, 12) in every and (24, 16) not in every
@@ -300,10 +302,10 @@ def test_a_step_has_one_size_and_its_own_grid(runs: Path) -> None:
         assert pixels.shape == (3, 1, 3, *size)
         tokens = objective.frozen["tokenizer"].encode(pixels)
         maps = objective.maps.kinds["canny"].extract(pixels)
-        drop = torch.rand(3, generator=torch.Generator().manual_seed(1)) < 0.1
         made = model.at((1, size[0] // 4, size[1] // 4))
         given = {"label": samples["label"], "map": maps}
         assert torch.equal(loss, made.loss(tokens, given, drop).mean())  # type: ignore[arg-type]
+        assert not torch.equal(loss, made.loss(tokens, given, ~drop).mean())  # type: ignore[arg-type]
     assert seen == every
     loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -376,7 +376,9 @@ def test_another_config_in_the_same_directory(whole, flags, words):
 
 
 def test_what_does_not_matter_may_change(whole):
-    train(whole, *NOISY, "--loop.workers", "1", "--loop.save-every", "3", "--log.project", "other")
+    before = metrics(whole), state_of(whole / "step_0000006")
+    run = train(whole, *NOISY, "--loop.workers", "1", "--loop.save-every", "3", "--log.project", "other")
+    assert metrics(run) == before[0] and same(state_of(run / "step_0000006"), before[1])
 
 
 @pytest.mark.parametrize(
