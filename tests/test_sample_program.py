@@ -229,7 +229,6 @@ def test_a_file_that_is_not_ours_stays(checkpoint_dir: Path, tmp_path: Path, the
 
 
 def test_a_clip_of_other_settings_stays(tmp_path: Path) -> None:
-    pytest.importorskip("av")
     clip = torch.zeros(1, 2, 3, 16, 16, dtype=torch.uint8)
     images = Images(clip[:, 0], clip, [1], [0], 0, 0.0, torch.ones(1, 1, dtype=torch.int64), clips=clip)
     paths = [save(images, tmp_path, {"top_k": k})[0].name for k in (1, 1, 2)]
