@@ -10,7 +10,21 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from visgen.checks import Natural, Positive, Range, Rate, Scale, Seed, Share, UserError, Weight, check
+from visgen.checks import (
+    Natural,
+    Positive,
+    Range,
+    Rate,
+    Scale,
+    Seed,
+    Share,
+    UserError,
+    Weight,
+    check,
+    cut,
+    printable,
+    shown,
+)
 from visgen.config import build, load, plugin_config
 from visgen.train import main as program
 from visgen.train.main import TrainConfig
@@ -154,3 +168,41 @@ def test_every_default_lies_within() -> None:
 def test_samplers_bound_what_would_hang_or_overflow(kind: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         build(plugin_config("visgen.samplers", kind, **values))
+
+
+# ---------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain caf\u00e9 \u732b \U0001f468\u200d\U0001f469", "plain caf\u00e9 \u732b \U0001f468\u200d\U0001f469"),
+        ("\x1b[31m\x9b2J\x7f\t\n\r\x00", r"\x1b[31m\x9b2J\x7f\t\n\r\x00"),
+        ("\u202eabc\u2066\u2028\ufeff\U000e0041\udcff", r"\u202eabc\u2066\u2028\ufeff\U000e0041\udcff"),
+        (Path("/a\x07b"), r"/a\x07b"),
+    ],
+)
+def test_control_characters_are_escaped_and_nothing_else(text: Any, expected: str) -> None:
+    assert printable(text) == expected == printable(printable(text))
+    assert "\x1b" not in str(UserError(text)) and "\u202e" not in str(UserError(text))
+
+
+def test_a_message_has_a_bounded_length_and_keeps_its_end() -> None:
+    assert cut("abc", 3) == "abc" and cut("a" * 50 + "z" * 50, 30) == "a" * 18 + " ... " + "z" * 7
+    said = str(UserError(f"value {'x' * 10_000_000}; make it shorter"))
+    assert len(said) == 2000 and said.startswith("value x") and said.endswith("x; make it shorter")
+
+
+def test_a_value_of_any_size_is_shown_shortly() -> None:
+    value: Any = "x"
+    for _ in range(12):
+        value = [value] * 9
+    assert len(shown(value)) <= 200 and len(shown({"a" * 1000: {"b": list(range(1000))}})) <= 200
+    assert shown([1, "b"]) == "[1, 'b']" and shown("\x1b") == r"'\x1b'"
+
+
+def test_an_error_of_a_worker_is_its_last_line() -> None:
+    raised = (
+        "Caught UserError in DataLoader worker process 0.\nOriginal Traceback ...\nvisgen.checks.UserError: it is so\n"
+    )
+    assert str(UserError(raised)) == "it is so"

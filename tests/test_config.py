@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -535,6 +536,44 @@ def test_bad_yaml_names_the_thing_and_the_remedy(write: Any, text: str, named: l
     assert all(part in message for part in named), message
 
 
+def nested(key: str, first: str, rest: str) -> str:
+    """A line for each letter, whose value is nine times that of the line before."""
+    lines = [f"b: &b {first}"]
+    for old, new in itertools.pairwise("bcdefghi"):
+        lines.append(f"{new}: &{new} {rest.format(', '.join([f'*{old}'] * 9))}")
+    return "\n".join([*lines, f"{key}: *i"])
+
+
+ABSURD_YAML = {
+    "anchors of lists": (nested("count", "[x, x]", "[{}]"), "more than 100,000 values"),
+    "anchors of mappings": (nested("count", "{x: 1}", "{{<<: [{}]}}"), "more than 100,000 values"),
+    "a value within itself": ("count: &a [*a]", "contains itself"),
+    "deep lists": ("count: " + "[" * 5000, "more than 50 deep"),
+    "deep mappings": ("count: " + "{a: " * 5000, "more than 50 deep"),
+    "deep blocks": ("- " * 5000, "more than 50 deep"),
+    "many values": (f"count: [{'x, ' * 50_000}]", "'count' must be int"),
+    "a long text": (f"count: {'x' * 1_000_000}", "count must be an int"),
+    "a long kind": (f"toy: {'x' * 1_000_000}", "toy.kind"),
+    "a long key": (f"? {'x' * 100_000}\n: 1", "unknown key"),
+    "a long number": (f"count: 0x{'f' * 5000}", "a number has 5002 digits"),
+    "control characters": ('"\\e[2J\\u202e\\n[/x]": 1', r"unknown key '\x1b[2J\u202e [/x]'"),
+    "control characters in a value": ('count: "\\e[2J[/x]"', r"'\x1b[2J[/x]'"),
+}
+
+
+@pytest.mark.parametrize("kind", ABSURD_YAML)
+def test_absurd_yaml_is_one_short_line(write: Any, kind: str) -> None:
+    text, named = ABSURD_YAML[kind]
+    message = refused(write(text))
+    assert named in message and len(message) < 1000 and message.isprintable()
+
+
+def test_a_long_chain_of_bases_is_refused(write: Any) -> None:
+    for i in range(60):
+        write(f"base: {i + 1}.yaml", f"{i}.yaml")
+    assert "longer than 50 files" in refused(write("base: 0.yaml"))
+
+
 def test_a_longer_loop_of_bases_is_found(write: Any) -> None:
     write("base: b.yaml", "c.yaml")
     write("base: c.yaml", "b.yaml")
@@ -568,6 +607,23 @@ def test_programs_print_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) 
     assert run_program(lambda: 7) == 7
     with pytest.raises(KeyError):
         run_program(lambda: {}["a bug stays a traceback"])
+
+
+def test_names_from_outside_reach_no_terminal_raw() -> None:
+    """In a process of its own, since a test's logging is not that of a program."""
+    program = (
+        "import logging; from visgen.config import UserError, run_program\n"
+        "def main():\n"
+        "    logging.getLogger('visgen.data.x').warning('class %s', '\\x1b[2J\\n[/x]' * 1000)\n"
+        "    logging.getLogger('other').warning('two\\nlines')\n"
+        "    raise UserError('folder \\x1b]0;x\\x07\\u202e\\x85\\udcff')\n"
+        "run_program(main)"
+    )
+    left = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ours, first, second, last = left.stderr.splitlines()
+    assert left.returncode == 2 and (first, second) == ("two", "lines")
+    assert ours.isprintable() and ours.startswith(r"class \x1b[2J\n[/x]") and len(ours) <= 2000
+    assert last == r"error: folder \x1b]0;x\x07\u202e \udcff"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at once"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
+import unicodedata
 from collections.abc import Callable
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -16,8 +18,56 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
+LONGEST = 2000  # characters of a message
+JOINERS = "\u200c\u200d"  # invisible, and needed to write Persian names and family emojis
+
+
 class UserError(ValueError):
-    """An error whose message names the value at fault and the remedy. Programs print it in one line and exit 2."""
+    """An error whose message names the value at fault and the remedy. Programs print it in one line and exit 2.
+
+    The message is kept as one printable line of bounded length, whatever names and values stand in it. It stays one
+    line when a DataLoader worker raises it: torch raises it again as `type(error)(whole traceback)`, of which only the
+    last line is kept.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        text = str(message).rpartition(f"{type(self).__name__}: ")[2]
+        super().__init__(cut(printable(" ".join(text.split())), LONGEST))
+
+
+def printable(text: object) -> str:
+    """Return a text that comes from outside as a terminal may show it: control characters are escaped."""
+    text = str(text)
+    return text if text.isprintable() else "".join(c if _is_plain(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_plain(character: str) -> bool:
+    """Whether a character neither moves the cursor nor reorders or hides others (Unicode's control classes)."""
+    return character in JOINERS or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def cut(text: str, longest: int) -> str:
+    """Return a text of at most `longest` characters: its beginning and its end, where the remedy stands."""
+    if len(text) <= longest:
+        return text
+    end = longest // 4
+    return f"{text[: longest - end - 5]} ... {text[-end:]}"
+
+
+class _Short(reprlib.Repr):
+    """Shows a few items of a few levels, so that a value of any size costs little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 100, 100
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """Return a short, printable `repr` of a value that comes from outside."""
+    return cut(printable(_short.repr(value)), 200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +119,7 @@ def check(config: Any, where: str = "") -> None:
         if dataclasses.is_dataclass(value):
             check(value, name)
         elif not _fits(hints[field.name], value):
-            raise UserError(f"{name} is {value!r}; it must be {_words(hints[field.name])}")
+            raise UserError(f"{name} is {shown(value)}; it must be {_words(hints[field.name])}")
         else:
             _check_value(hints[field.name], value, name)
 
@@ -113,4 +163,4 @@ def _check_value(hint: Any, value: Any, name: str) -> None:
             _check_value(part, value, name)
         elif isinstance(number, Real) and number not in part:
             finite = "" if number < math.inf else "finite and "
-            raise UserError(f"{name} is {value}; {what} must be {finite}{part}")
+            raise UserError(f"{name} is {cut(str(value), 100)}; {what} must be {finite}{part}")

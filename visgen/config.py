@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
 import re
@@ -25,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 
 from visgen import __version__
-from visgen.checks import UserError, check
+from visgen.checks import LONGEST, UserError, check, cut, printable, shown
 from visgen.installed import REPOSITORY as REPOSITORY  # relative paths of what it ships are looked up here too
 from visgen.parser import parse
 from visgen.yaml_files import layers, merge
@@ -57,7 +58,9 @@ def kind_of(config: Any) -> str:
 def _plugin_module(package: str, kind: str, where: str = "kind") -> types.ModuleType:
     allowed = kinds(package)
     if kind not in allowed:
-        raise UserError(f"{where}: unknown kind '{kind}'{_suggest(kind, allowed)}; allowed: {', '.join(allowed)}")
+        raise UserError(
+            f"{where}: unknown kind '{cut(kind, 100)}'{_suggest(kind, allowed)}; allowed: {', '.join(allowed)}"
+        )
     return importlib.import_module(f"{package}.{kind}")
 
 
@@ -160,6 +163,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def run_program(main: Callable[[], Any]) -> Any:
     """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130. Whoever
     reads stdout may stop early, as `| head` does."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Lines())
     try:
         try:
             return main()
@@ -171,7 +176,7 @@ def run_program(main: Callable[[], Any]) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes there
         raise SystemExit(128 + 13) from None
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -179,6 +184,14 @@ def run_program(main: Callable[[], Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- internals
+
+
+class _Lines(logging.Formatter):
+    """Shows our warnings, which may hold names of files and classes, as printable lines of bounded length."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        return cut(printable(text), LONGEST) if record.name.partition(".")[0] == "visgen" else text
 
 
 def _unread() -> bool:
@@ -189,7 +202,7 @@ def _unread() -> bool:
 
 
 def _suggest(name: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, allowed, n=1)
+    close = difflib.get_close_matches(name[:100], allowed, n=1)  # its time grows with the square of the length
     return f", did you mean '{close[0]}'?" if close else ""
 
 
@@ -247,7 +260,7 @@ def _concretise(cls: type, values: dict[str, Any], prefix: str) -> type:
                 fields.append((field.name, nothing, None))
                 continue
             if not isinstance(kind, str):
-                raise UserError(f"{where}.kind must be a name, got {kind!r}; allowed: {', '.join(kinds(package))}")
+                raise UserError(f"{where}.kind must be a name, got {shown(kind)}; allowed: {', '.join(kinds(package))}")
             config = _plugin_module(package, kind, f"{where}.kind").Config
             inner = _concretise(config, given if isinstance(given, dict) else {}, f"{where}.")
             kind_type: Any = Literal[tuple(kinds(package))]
@@ -295,21 +308,21 @@ def _flatten(values: dict[str, Any], cls: type, leaves: dict[str, Any], prefix: 
         hint = hints.get(str(key))
         if hint is None:
             names = [*leaves, *(f"{prefix}{k}" for k in hints)]
-            raise UserError(f"unknown key '{name}'{_suggest(name, names)}; allowed here: {', '.join(hints)}")
+            raise UserError(f"unknown key '{cut(name, 200)}'{_suggest(name, names)}; allowed here: {', '.join(hints)}")
         if dataclasses.is_dataclass(hint):
             if isinstance(value, dict):
                 out += _flatten(value, hint, leaves, f"{name}.")  # type: ignore[arg-type]
             elif "kind" not in _hints(hint):
-                raise UserError(f"'{name}' must be a mapping with keys {', '.join(_hints(hint))}, got {value!r}")
+                raise UserError(f"'{name}' must be a mapping with keys {', '.join(_hints(hint))}, got {shown(value)}")
         elif hint is type(None):
             if isinstance(value, dict) and set(value) - {"kind"}:
-                raise UserError(f"'{name}' is none, so it has no keys; set {name}.kind, got {value!r}")
+                raise UserError(f"'{name}' is none, so it has no keys; set {name}.kind, got {shown(value)}")
         elif isinstance(value, list | tuple):
             if not _holds(hint, value):
-                raise UserError(f"'{name}' must be {_type_name(hint)}, got {list(value)!r}")
+                raise UserError(f"'{name}' must be {_type_name(hint)}, got {shown(list(value))}")
             out += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
-            raise UserError(f"'{name}' must be {_type_name(hint)}, got {value!r}")
+            raise UserError(f"'{name}' must be {_type_name(hint)}, got {shown(value)}")
         else:
             out.append(f"--{name}={value}")  # one word, so that a text may begin with a dash
     return out
@@ -351,9 +364,9 @@ def _check_flags(argv: list[str], leaves: dict[str, Any], cls: type) -> list[str
         elif leaves.get(known.get(positive, "")) is not bool:
             others = _kinds_with(cls, known.get(name, name.replace("-", "_")).split("."))
             hint = f": {others} has it" if others else _suggest(given, [f"--{option}" for option in known])
-            raise UserError(f"unknown option '{given}'{hint}; see --help")
+            raise UserError(f"unknown option '{cut(given, 200)}'{hint}; see --help")
         elif equals or not following.startswith("--"):
-            raise UserError(f"{given} takes no value, got '{value or following}'")
+            raise UserError(f"{given} takes no value, got {shown(value or following)}")
         else:
             out.append(f"--{known[positive]}=False")
         boolean = boolean and not equals
