@@ -14,7 +14,6 @@ from visgen import maps as program
 from visgen.config import UserError, build, plugin_config
 from visgen.controls import as_map
 from visgen.controls.lineart import Config as LineartConfig
-from visgen.data._source import SampleError
 from visgen.objectives._control import Maps
 
 
@@ -107,7 +106,7 @@ def test_maps_are_read_as_their_kind_reads_them(photos: Path, tmp_path: Path) ->
     batch = {"pixels": torch.zeros(1, 1, 3, 16, 16), "map": torch.ones(1, 1, 3, 16, 16)}
     assert torch.equal(depth.batch(batch)["map"], batch["map"])  # type: ignore[arg-type, typeddict-item]
     canny = Maps(plugin_config("visgen.controls", "canny"))
-    with pytest.raises(SampleError, match=r"control map .*1\.png looks like dark lines on light"):
+    with pytest.raises(UserError, match=r"control map .*1\.png looks like dark lines on light"):
         canny.reading(data).get(1)
     both = Maps(LineartConfig(beside=plugin_config("visgen.controls", "hed")))
     with pytest.raises(UserError, match=r"data\.maps are of one kind, the control knows lineart and hed"):

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from PIL import Image
 
+from visgen.checks import printable
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.controls import Control, as_map
-from visgen.data._images import SUFFIXES, UNREADABLE, read_image, walk_links
+from visgen.files import publishing
+from visgen.image_files import SUFFIXES, Unreadable, find_files, read_image
 from visgen.launch import Progress, device_of, writable
 from visgen.metrics.images import to_uint8
 
@@ -48,17 +50,18 @@ def main(argv: Sequence[str]) -> None:
     out, device = writable(config.out, "out"), device_of(config.device, "device")
     control: Control = build(config.control)
     control.ready()
-    walked = (
-        Path(os.fsdecode(os.path.join(where, name))) for where, names in walk_links(config.root) for name in names
-    )
-    images = sorted(p for p in walked if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    found = find_files(config.root)
+    images = [config.root / os.fsdecode(path) for path in found.paths]
     if not images:
-        raise UserError(f"root {config.root} holds no image ({' '.join(sorted(SUFFIXES))})")
+        told = f"; {found.told}" if found.left_out else ""
+        raise UserError(f"root {config.root} holds no image ({' '.join(sorted(SUFFIXES))}){told}")
     of: dict[Path, Path] = {}
     for path in images:
         other = of.setdefault(path.with_suffix(""), path)
         if other is not path:
             raise UserError(f"{other} and {path} would have one map, {path.stem}.png; rename one of them")
+    if found.left_out:
+        print(f"{printable(config.root)}: {printable(found.told)}", file=sys.stderr)
     made, unreadable = 0, []
     with Progress("maps") as step:
         for i, path in enumerate(images):
@@ -67,22 +70,22 @@ def main(argv: Sequence[str]) -> None:
                 try:
                     write_map(control, path, target, device)
                     made += 1
-                except UNREADABLE:
-                    unreadable.append(path)
+                except Unreadable as error:
+                    unreadable.append(str(error))
             step(i + 1, len(images))
-    for path in unreadable:
-        print(f"{path} cannot be read; it has no map", file=sys.stderr)
-    print(f"{out}: {made} maps made, {len(images) - made - len(unreadable)} were there, {len(unreadable)} unreadable")
+    for said in unreadable:
+        print(f"{said}; it has no map", file=sys.stderr)
+    there = len(images) - made - len(unreadable)
+    print(f"{printable(out)}: {made} maps made, {there} were there, {len(unreadable)} unreadable")
 
 
 def write_map(control: Control, path: Path, target: Path, device: torch.device) -> None:
-    """The map of one image; written under a temporary name first."""
+    """The map of one image."""
     pixels = as_map(read_image(path)).to(device).float() / 127.5 - 1
     values = to_uint8(control.extract(pixels[None, None])[0, 0]).cpu().permute(1, 2, 0).contiguous().numpy()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    Image.fromarray(values).save(temporary, format="PNG")
-    os.replace(temporary, target)
+    with publishing(target) as unfinished:
+        Image.fromarray(values).save(unfinished, format="PNG")
 
 
 if __name__ == "__main__":

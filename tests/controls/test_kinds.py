@@ -259,3 +259,36 @@ def test_label_maps_get_the_colours_of_the_devkit(tmp_path: Path) -> None:
     assert torch.equal(control("seg").read(tmp_path / "c.png"), torch.from_numpy(photo()).permute(2, 0, 1))
     with pytest.raises(UserError, match="invert has no meaning"):
         control("seg").read(tmp_path / "c.png", invert=True)
+
+
+def deep(values: np.ndarray) -> dict[str, Image.Image]:
+    alpha = Image.new("L", (values.shape[1], values.shape[0]), 255)
+    return {
+        "16.png": Image.fromarray(values.astype(np.uint16)),
+        "32.tif": Image.fromarray(values.astype(np.int32)),
+        "float.tif": Image.fromarray(values.astype(np.float32)),
+        "alpha.png": Image.merge("LA", [Image.fromarray(values.astype(np.uint8)), alpha]),
+    }
+
+
+def test_label_maps_of_any_depth_keep_their_numbers(tmp_path: Path) -> None:
+    numbers = np.array([[0, 1], [2, 255]])
+    for name, picture in deep(numbers).items():
+        picture.save(tmp_path / name)
+        values = control("seg").read(tmp_path / name)
+        assert values.permute(1, 2, 0).flatten(0, 1).tolist() == colours()[[0, 1, 2, 255]].tolist(), name
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (np.array([[0, 256]], np.uint16), "256"),
+        (np.array([[0, -1]], np.int32), "-1"),
+        (np.array([[0, 1.5]], np.float32), "1.5"),
+        (np.array([[0, np.nan]], np.float32), "nan"),
+    ],
+)
+def test_what_is_no_class_number_is_refused(values: np.ndarray, named: str, tmp_path: Path) -> None:
+    Image.fromarray(values).save(tmp_path / "x.tif")
+    with pytest.raises(UserError, match=rf"x\.tif holds {named}, which is no class number; allowed: 0 to 255"):
+        control("seg").read(tmp_path / "x.tif")

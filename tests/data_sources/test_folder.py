@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader
 from visgen.config import UserError, build, plugin_config
 from visgen.data import Samples
 from visgen.data._images import center_crop
-from visgen.data._source import SampleError
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def image(seed, size=(20, 24), mode="RGB"):
@@ -84,7 +86,7 @@ def test_links_are_followed_but_never_round_and_round(tmp_path, caplog):
         *("a/deep/x.png", "a/linked.png", "a/other/x.png"),
         *("b/other/deep/x.png", "b/other/linked.png", "b/x.png"),
     ]
-    assert "a/up is a link to a folder that it lies in" in caplog.text
+    assert "left out, links to a folder that they lie in (a/itself" in caplog.text
 
 
 def test_train_and_val_folders(tmp_path):
@@ -172,7 +174,7 @@ def test_unreadable_image_stops_the_run_and_is_named(mixed):
     with pytest.raises(UserError, match=r"a/1\.png"):
         data.get(1)
     batches = iter(DataLoader(Samples(data, 0), sampler=[(0, 0)], batch_size=1, num_workers=1))
-    with pytest.raises(SampleError) as caught:
+    with pytest.raises(UserError) as caught:
         next(batches)
     batches._shutdown_workers()  # or the traceback keeps them until a slow garbage collection
     assert re.fullmatch(r"image .*a/0\.jpg cannot be read .*skip", str(caught.value))
@@ -262,3 +264,105 @@ def test_views(mixed):
     ten = data.views([2, 5], "ten_crop", [1.1, 1.5])
     assert ten["pixels"].shape == (2, 20, 1, 3, 16, 16)
     assert torch.equal(ten["pixels"][:, :10], data.views([2, 5], "ten_crop")["pixels"])
+
+
+def fill(root, *names):
+    for name in names:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        image(len(name)).save(root / name / "x.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    "name", ["valid", "validation", "Val", "eval", "dev", "TEST", "testing", "held_out", "Held-Out", "evaluation"]
+)
+@pytest.mark.parametrize("train", ["train", "Train", "training"])
+def test_every_usual_name_of_a_held_out_part_is_known(tmp_path, train, name):
+    fill(tmp_path, f"{train}/cat", f"{train}/dog", f"{name}/dog")
+    parts = [folder(tmp_path, split) for split in ("train", "held_out")]
+    assert [part.classes for part in parts] == [["cat", "dog"]] * 2
+    assert [part.labels.tolist() for part in parts] == [[0, 1], [1]]
+
+
+def test_of_several_held_out_parts_one_is_used_and_the_others_are_named(tmp_path, caplog):
+    fill(tmp_path, "train/cat", "test/cat", "validation/cat", "extra")
+    assert folder(tmp_path, "held_out")._name(0).endswith("validation/cat/x.png")
+    assert "train/ is trained on, validation/ is held out, extra/, test/ not used" in caplog.text
+    fill(tmp_path, "Training/cat")
+    with pytest.raises(UserError, match="holds Training/ and train/; keep the one"):
+        folder(tmp_path)
+
+
+def test_train_beside_a_part_of_unknown_name_is_no_class(tmp_path, caplog):
+    fill(tmp_path / "a", "train/cat", "train/dog", "others/dog")
+    with pytest.raises(UserError, match=r"train/ and others/ hold the same class folders, 'dog' among them; call"):
+        folder(tmp_path / "a")
+    fill(tmp_path / "b", "train", "bus")
+    assert folder(tmp_path / "b", held_out_fraction=0).classes == ["bus", "train"]
+    assert "train/ is taken as a class" in caplog.text
+
+
+def test_class_names_are_composed_and_may_not_differ_in_their_form_alone(tmp_path):
+    one, two = ("caf\u00e9", "cafe\u0301")
+    fill(tmp_path, f"train/{two}", "train/z", f"val/{one}")
+    train, held_out = (folder(tmp_path, split) for split in ("train", "held_out"))
+    assert train.classes == held_out.classes == [one, "z"] and held_out.labels.tolist() == [0]
+    assert train.get(0)["label"] == 0
+    fill(tmp_path, f"train/{one}")
+    with pytest.raises(UserError, match=r"two folders called .* Unicode"):
+        folder(tmp_path)
+
+
+def test_what_training_leaves_out_is_said_once(tmp_path, caplog):
+    fill(tmp_path, "a", "a/.thumbs", "a/@eaDir", "__MACOSX/a")
+    os.mkfifo(tmp_path / "a" / "pipe.png")
+    (tmp_path / "whole").symlink_to(tmp_path)
+    for split in ("train", "held_out"):
+        with caplog.at_level(logging.WARNING):
+            try:
+                data = folder(tmp_path, split, held_out_fraction=0)
+            except UserError:
+                continue
+            assert data.classes == ["a"] and len(data) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "pipe.png" in said[0] and "(whole)" in said[0]
+
+
+ODD = {
+    "exif.jpg": lambda path: path.write_bytes((DATA / "odd_exif.jpg").read_bytes()),
+    "damaged.avif": lambda path: path.write_bytes((DATA / "damaged.avif").read_bytes()),
+    "thin.png": lambda path: Image.new("L", (1, 60_000)).save(path),
+    "float.tif": lambda path: Image.fromarray(np.zeros((9, 9), np.float32)).save(path),
+    "empty.webp": lambda path: path.touch(),
+}
+
+
+@pytest.mark.parametrize("crop", ["center", "random"])
+def test_no_odd_picture_ends_a_training_that_skips(tmp_path, crop, caplog):
+    fill(tmp_path, "a", "b")
+    for name, write in ODD.items():
+        write(tmp_path / "a" / name)
+    data = folder(tmp_path, held_out_fraction=0, image_size=64, crop=crop, on_error="skip")
+    rngs = [np.random.default_rng(i) for i in range(len(data))]
+    samples = [data.get(i, rng) for i, rng in enumerate(rngs)]
+    assert data.skipped == 4 and caplog.text.count("skipped") == 4  # EXIF data lose no picture
+    assert [s["label"] for s in samples] == [0, 0, 0, 0, 0, 0, 1]
+    again = [data.get(i, np.random.default_rng(i)) for i in range(len(data))]
+    assert all(torch.equal(a["pixels"], b["pixels"]) for a, b in zip(samples, again, strict=True))
+    assert data.views(range(len(data)), "ten_crop")["pixels"].shape[1] == 10
+    for name in ("damaged.avif", "thin.png"):
+        index = next(i for i in range(len(data)) if data._name(i).endswith(name))
+        with pytest.raises(UserError, match=rf"{name} cannot be read .*; convert it to PNG or JPEG, or delete it"):
+            folder(tmp_path, held_out_fraction=0, image_size=64, crop=crop).get(index)
+
+
+def test_a_bad_or_missing_map_is_skipped_with_its_image(tmp_path, caplog):
+    fill(tmp_path / "photos", "a", "b", "c")
+    fill(tmp_path / "maps", "a", "b")
+    (tmp_path / "maps" / "a" / "x.png").write_text("no map")
+    options = {"maps": tmp_path / "maps", "held_out_fraction": 0}
+    with pytest.raises(UserError, match="no map of 1 of 3 images"):
+        folder(tmp_path / "photos", **options)
+    data = folder(tmp_path / "photos", on_error="skip", **options)
+    assert [data.get(i)["label"] for i in range(3)] == [1, 1, 1] and data.skipped == 2
+    assert "maps/a/x.png" in caplog.text and "maps/c/x.png" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_what_cannot_be_read_is_replaced_by_the_next_one_if_wanted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "jump" / "0.gif").write_bytes(b"GIF89a")
-    with pytest.raises(UserError, match=r"0\.gif is not a readable video .*, or pass --data\.on-error skip"):
+    with pytest.raises(UserError, match=r"0\.gif cannot be read .*, or pass --data\.on-error skip"):
         made(folder, frames=3).get(0)
     data = made(folder, frames=5, on_error="skip")  # 1.gif has 7 frames of 13
     for _ in range(2):
@@ -95,7 +96,7 @@ def test_folders_that_hold_no_clips_are_refused(tmp_path: Path) -> None:
         made(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.gif").write_bytes(b"GIF89a")
-    with pytest.raises(UserError, match="is not a readable video"):
+    with pytest.raises(UserError, match="cannot be read"):
         made(tmp_path).get(0)
 
 
@@ -115,7 +116,84 @@ def test_videos_are_read_and_written_by_pyav(tmp_path: Path) -> None:
     assert (read_clip(path, 16, 4, 3).float() - clip[::3].float()).abs().mean() < 6
     assert times(made(tmp_path).get(0)) == pytest.approx([2, 5, 8], abs=1)
     path.write_bytes(b"no video")
-    with pytest.raises(UserError, match="is not a readable video"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_clip(path, 16, 1)
     with pytest.raises(UserError, match=r"y\.mp4 does not exist"):
         read_clip(tmp_path / "y.mp4", 16, 1)
+
+
+TURNED = {  # what a player shows of a file that stores this, written with these settings
+    "plain": ((0, False, False), lambda clip: clip),
+    "left": ((90, False, False), lambda clip: clip.rot90(1, (-2, -1))),
+    "half": ((180, False, False), lambda clip: clip.rot90(2, (-2, -1))),
+    "right": ((270, False, False), lambda clip: clip.rot90(3, (-2, -1))),
+    "mirrored": ((0, True, False), lambda clip: clip.flip(-1)),
+    "upside down": ((0, False, True), lambda clip: clip.flip(-2)),
+}
+
+
+def write_video(
+    path: Path, clip: torch.Tensor, turn: tuple[int, bool, bool] = (0, False, False), **options: Any
+) -> None:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"crf": "0"})
+        stream.height, stream.width, stream.pix_fmt = *clip.shape[-2:], "yuv444p"
+        if any(turn):
+            stream.set_display_rotation(turn[0], hflip=turn[1], vflip=turn[2])
+        stream.metadata.update(options.get("metadata", {}))
+        if "ratio" in options:
+            stream.codec_context.sample_aspect_ratio = options["ratio"]
+        for frame in clip.permute(0, 2, 3, 1).contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def corners(side: int = 32) -> torch.Tensor:
+    """Two frames whose quarters have four brightnesses."""
+    quarters = torch.tensor([[20, 90], [160, 230]], dtype=torch.uint8)
+    return quarters.repeat_interleave(side // 2, 0).repeat_interleave(side // 2, 1).expand(2, 3, side, side).clone()
+
+
+@pytest.mark.parametrize("kind", TURNED)
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_a_clip_stands_as_a_player_shows_it(kind: str, suffix: str, tmp_path: Path) -> None:
+    turn, shown = TURNED[kind]
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / f"x.{suffix}"
+    write_video(path, corners(), turn)
+    expected = shown(corners()).float()
+    assert (read_clip(path, 32, 2).float() - expected).abs().max() < 6
+    assert (made(tmp_path, image_size=32, frames=2, stride=1).get(0)["pixels"].float() - expected).abs().max() < 6
+
+
+def test_an_angle_kept_as_text_and_oblong_pixels_count_too(tmp_path: Path) -> None:
+    write_video(tmp_path / "x.mkv", corners(), metadata={"rotate": "90"})  # clockwise
+    assert (read_clip(tmp_path / "x.mkv", 32, 2).float() - corners().rot90(-1, (-2, -1)).float()).abs().max() < 6
+    narrow = corners()[..., ::2].contiguous()  # 32 x 16 pixels, each twice as wide as high
+    write_video(tmp_path / "y.mp4", narrow, ratio=2)
+    assert (read_clip(tmp_path / "y.mp4", 32, 2).float() - corners().float()).abs().mean() < 6
+
+
+def test_every_usual_name_of_a_held_out_part_is_known(folder: Path, tmp_path: Path) -> None:
+    for split in ("Train", "Validation"):
+        (tmp_path / "root" / split / "a").mkdir(parents=True)
+        write_gif(tmp_path / "root" / split / "a" / f"{split}.gif", ramp(9), 10)
+    found = [p.stem for s in ("train", "held_out") for p in made(tmp_path / "root", s)._paths]
+    assert found == ["Train", "Validation"]
+
+
+def test_clips_that_are_pipes_or_very_thin_are_skipped(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(folder / "jump" / "pipe.mp4")
+    write_gif(folder / "jump" / "0.gif", ramp(3, 4000)[..., :2, :], 10)
+    data = made(folder, image_size=512, frames=2, stride=1, on_error="skip")
+    assert len(data) == 3 and data.get(0)["label"] == 0 and data.skipped == 1
+    assert "0.gif cannot be read" in caplog.text and "pipe.mp4" in caplog.text
+
+
+def test_a_clip_that_cannot_be_read_takes_no_draw_from_the_next(folder: Path) -> None:
+    (folder / "jump" / "0.gif").write_bytes((folder / "jump" / "0.gif").read_bytes()[:-60])
+    data = made(folder, on_error="skip")
+    first, again = (data.get(0, np.random.default_rng(5)) for _ in range(2))
+    assert data.skipped == 1 and torch.equal(first["pixels"], again["pixels"])

@@ -12,6 +12,7 @@ from PIL import Image
 
 from visgen.config import UserError, build, plugin_config
 from visgen.data import webdataset
+from visgen.image_files import warn_once
 
 
 def picture(seed, fmt="PNG"):
@@ -134,7 +135,7 @@ def test_bad_shards(shards, tmp_path):
         source(shards / "u*.tar")
     whole = (shards / "t-00.tar").read_bytes()
     (shards / "cut.tar").write_bytes(whole[:3000])
-    with pytest.raises(UserError, match=r"cut\.tar is not a readable"):
+    with pytest.raises(UserError, match=r"cut\.tar is not whole: after 2 members"):
         source(shards / "cut.tar")
     with tarfile.open(shards / "z.tar", "w:gz"):
         pass
@@ -180,3 +181,106 @@ def test_braces(pattern, expected):
     from braceexpand import braceexpand  # comes with webdataset
 
     assert webdataset._braces(pattern) == expected == list(braceexpand(pattern))
+
+
+def small_tar(path, count, first=0):
+    return write_tar(
+        path,
+        [
+            m
+            for i in range(count)
+            for m in ((f"{i:02d}.png", picture(i)), (f"{i:02d}.cls", str(first + i % 2).encode()))
+        ],
+    )
+
+
+def test_a_tar_that_is_cut_anywhere_is_refused_or_counted(tmp_path, caplog):
+    whole = small_tar(tmp_path / "w.tar", 12).read_bytes()
+    data = source(tmp_path / "w.tar")
+    end = max(int(offset + size) for _, offset, size in data._where)
+    end = -(-end // 512) * 512 + 1024  # and the last label, a block with its header
+    assert any(whole[end - 1 - i] for i in range(1024)) and not any(whole[end : end + 1024])
+    cut, kept = tmp_path / "c.tar", set()
+    for at in [*range(0, end + 1024, 512), *range(100, end + 1000, 5000)]:
+        cut.write_bytes(whole[:at])
+        with pytest.raises(UserError, match=r"c\.tar"):
+            source(cut)
+        caplog.clear()
+        warn_once.cache_clear()
+        try:
+            some = source(cut, on_error="skip")
+        except UserError:  # nothing is left
+            continue
+        assert f"only the {len(some)} samples before that are used" in caplog.text
+        assert len(some) < 12 and torch.equal(some.get(len(some) - 1)["pixels"], data.get(len(some) - 1)["pixels"])
+        kept.add(len(some))
+    assert kept == set(range(1, 12))
+    cut.write_bytes(whole[: end + 1024])  # no padding beyond the two blocks
+    assert len(source(cut)) == 12
+
+
+def test_data_behind_the_end_of_a_tar_is_not_lost_silently(tmp_path, caplog):
+    parts = [small_tar(tmp_path / f"{i}.tar", 3).read_bytes() for i in range(2)]
+    (tmp_path / "both.tar").write_bytes(b"".join(parts))
+    with pytest.raises(UserError, match=r"both\.tar is not whole: after the end of its 6 members stand other data"):
+        source(tmp_path / "both.tar")
+    assert len(source(tmp_path / "both.tar", on_error="skip")) == 3
+    (tmp_path / "padded.tar").write_bytes(parts[0] + bytes(100_000))
+    assert len(source(tmp_path / "padded.tar")) == 3
+
+
+def test_a_damaged_header_within_a_tar_is_no_end(tmp_path):
+    path = small_tar(tmp_path / "x.tar", 4)
+    data = bytearray(path.read_bytes())
+    at = source(path)._where[2, 1] - 512
+    data[at : at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="after 4 members stands no header"):
+        source(path)
+
+
+def test_a_kept_index_hides_no_truncation(tmp_path):
+    path = small_tar(tmp_path / "x.tar", 4)
+    source(path, index_cache=True)
+    stat, whole = path.stat(), path.read_bytes()
+    path.write_bytes(whole[: source(path)._where[3, 1] - 512])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match="without the zeros that end a tar"):
+        source(path, index_cache=True)
+    assert len(source(path, index_cache=True, on_error="skip")) == 2
+    with pytest.raises(UserError, match="without the zeros"):  # what was skipped is not kept as whole
+        source(path, index_cache=True)
+    (tmp_path / "x.tar.index.json").write_text('{"stamp": ')
+    path.write_bytes(whole)
+    assert len(source(path, index_cache=True)) == 4
+
+
+def test_a_class_without_samples_is_told(tmp_path, caplog):
+    source(small_tar(tmp_path / "x.tar", 4, first=1))
+    assert "class 0 has no sample, yet counts" in caplog.text
+    caplog.clear()
+    source(small_tar(tmp_path / "y.tar", 4))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("member", "text"),
+    [
+        (("0.cls", b"300000000"), "has label 300000000; allowed: numbers from 0 to 999999"),
+        (("0.cls", b"9" * 5000), "label of sample '0' cannot be read"),
+        (("0.json", b'{"label": ' + b"[" * 100_000), "label of sample '0' cannot be read"),
+        (("0.cls", b"\x1b[2J\x1b]0;x\x07"), r"has label '.x1b\[2J"),
+    ],
+)
+def test_absurd_labels_are_one_short_line(tmp_path, member, text):
+    with pytest.raises(UserError, match=text) as caught:
+        source(write_tar(tmp_path / "x.tar", [("0.png", picture(0)), member]))
+    assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "p.tar")
+    with pytest.raises(UserError, match="no file"):
+        source(tmp_path / "*.tar")
+    with pytest.raises(UserError, match="names 1000000000 files"):
+        source(tmp_path / "{0..999999999}.tar")

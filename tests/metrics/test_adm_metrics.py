@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from visgen.metrics.image_files import FolderImages, NpzImages, NpzWriter
 from visgen.metrics.inception_score import InceptionScore
 from visgen.metrics.prdc import precision_recall
 from visgen.metrics.report import diagnose
+from visgen.pictures import save_png
 
 
 def normal(n: int, dim: int = 6, seed: int = 0, shift: float = 0.0) -> torch.Tensor:
@@ -202,7 +204,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert [i.tolist() for _, i in parts] == [[0, 2], [4], [1, 3], [5]]
     assert torch.equal(parts[0][0], images[[0, 2]]) and parts[-1][0].shape == (1, 3, 3, 3)
     Image.new("RGB", (3, 3)).save(tmp_path / "z.jpg")
-    with pytest.raises(UserError, match=r"z\.jpg is a JPEG, which changes what is scored"):
+    with pytest.raises(UserError, match=r"z\.jpg is lossy .\.jpg., which changes what is scored"):
         FolderImages(tmp_path)
     assert FolderImages(tmp_path, lossy=True).n == 7
     with pytest.raises(UserError, match="holds no image"):
@@ -223,3 +225,45 @@ def test_files_of_no_one_meaning_are_refused(tmp_path: Path, image: Image.Image,
     image.save(tmp_path / "b.png")
     with pytest.raises(UserError, match=message):
         list(FolderImages(tmp_path).rows(1))
+
+
+def test_what_is_no_sample_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(2):
+        save_png(Image.new("RGB", (4, 4)), tmp_path / f"0001_{seed:06d}.png", {"label": 1, "seed": seed})
+    Image.new("RGB", (4, 4)).save(tmp_path / "other.png")
+    save_png(Image.new("RGB", (9, 9)), tmp_path / "grid.png", {"labels": [1], "seeds": [0]})
+    save_png(Image.new("RGB", (9, 9)), tmp_path / "renamed.png", {"labels": [1], "seeds": [0]})
+    Image.new("RGB", (9, 9)).save(tmp_path / "control_cat-0123abcd.png")
+    for folder in (".thumbs", "__MACOSX"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / folder / "0.png")
+    (tmp_path / "far").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "far" / "0.png")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "far")
+    os.mkfifo(tmp_path / "set" / "pipe.png")
+    found = FolderImages(tmp_path)
+    assert [str(p.relative_to(tmp_path)) for p in found.files] == [
+        *("0001_000000.png", "0001_000001.png", "far/0.png", "other.png", "set/linked/0.png"),
+    ]
+    assert len(list(found.rows(5))) == 1
+    assert "3 left out, grids and control maps of sample.py (control_cat-0123abcd.png, ...)" in caplog.text
+    assert "1 left out, pipes or devices, no regular files (set/pipe.png)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["x.jfif", "x.gif", "x.avif"])
+def test_other_lossy_files_are_not_left_out_silently(tmp_path: Path, name: str) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    Image.new("RGB", (16, 16)).save(tmp_path / name, "JPEG")
+    with pytest.raises(UserError, match=f"{name} is lossy"):
+        FolderImages(tmp_path)
+
+
+def test_a_bad_picture_ends_a_scoring_with_one_line(tmp_path: Path) -> None:
+    data = Path(__file__).parents[1] / "data"
+    for name in ("damaged.avif", "odd_exif.jpg"):
+        (tmp_path / name).write_bytes((data / name).read_bytes())
+    found = FolderImages(tmp_path, lossy=True)
+    assert found._read(1).shape == (3, 40, 24)  # turned
+    with pytest.raises(UserError, match=r"damaged\.avif cannot be read .*; convert it to PNG or JPEG, or delete it"):
+        found._read(0)

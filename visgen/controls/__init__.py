@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from visgen.checks import Depth, Rate
 from visgen.config import kind_of, plugin
-from visgen.data._images import read_image, readable
+from visgen.data._images import read_picture
 from visgen.nn.control import EncoderConfig, Resize
 
 
@@ -79,8 +79,7 @@ class Control(nn.Module, ABC):
         Raises:
             UserError: missing, unreadable, or not such a map; names `flag`.
         """
-        with readable(path, flag, "map"):
-            picture = read_image(path, self.background)
+        picture = read_picture(path, flag, self.background, "map")
         return self.checked(255 - as_map(picture) if invert else as_map(picture), f"{flag} {path}")
 
     def checked(self, values: Tensor, name: str) -> Tensor:

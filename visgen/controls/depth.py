@@ -12,14 +12,14 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from visgen.config import UserError
 from visgen.controls import ControlConfig
 from visgen.controls._network import NetworkControl
-from visgen.data._images import readable
+from visgen.data._images import open_picture
+from visgen.image_files import Unreadable, decoding
 
 GREY = ("I;16", "I;16B", "I", "F")  # Pillow's modes of deep grey pictures
 
@@ -66,9 +66,8 @@ class Depth(NetworkControl):
         if path.suffix.lower() == ".npy":
             values = self._array(path, flag)
         else:
-            with readable(path, flag, "map"), Image.open(path) as picture:
-                deep = picture.mode in GREY
-                values = np.asarray(picture).astype(np.float64) if deep else None
+            picture = open_picture(path, flag, "map")
+            values = np.asarray(picture).astype(np.float64) if picture.mode in GREY else None
             if values is None:
                 return super().read(path, invert, flag)
         with np.errstate(over="ignore"):
@@ -85,12 +84,13 @@ class Depth(NetworkControl):
         return values
 
     def _array(self, path: Path, flag: str) -> np.ndarray:
+        if not path.is_file():
+            raise UserError(f"{flag} {path} is no file; pass the path of a map")
         try:
-            values = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            raise UserError(f"{flag} {path} does not exist; pass the path of a map") from None
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{flag} {path} cannot be read ({' '.join(str(error).split())})") from None
+            with decoding(path):
+                values = np.load(path, allow_pickle=False)
+        except Unreadable as error:
+            raise UserError(f"{flag} {path} cannot be read ({error.reason}); write it again with numpy.save") from None
         values = np.squeeze(values)
         if values.ndim != 2 or values.dtype.kind not in "fiu":
             raise UserError(f"{flag} {path} holds {values.dtype} {list(values.shape)}; give finite depths [H, W]")

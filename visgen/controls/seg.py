@@ -1,7 +1,8 @@
 """Segmentation: one colour per class; a given map, or the labels of a segmentation network of transformers.
 
-A picture of colours is taken as it is. A picture of class numbers (8-bit grey, or a palette) is coloured by the colour
-map of the Pascal VOC devkit, in which the bits of a number are dealt to red, green and blue in turn, highest first.
+A picture of colours is taken as it is. A picture of class numbers (grey of any depth, or a palette) is coloured by the
+colour map of the Pascal VOC devkit, in which the bits of a number are dealt to red, green and blue in turn, highest
+first. Transparent parts of a grey picture are class 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from visgen.config import UserError
 from visgen.controls import ControlConfig
 from visgen.controls._network import NetworkControl
-from visgen.data._images import readable
+from visgen.data._images import open_picture
 from visgen.nn.control import Resize
 
 
@@ -57,11 +58,20 @@ class Seg(NetworkControl):
     def read(self, path: Path, invert: bool = False, flag: str = "--control.map") -> Tensor:
         if invert:
             raise UserError("--control.invert has no meaning for a map of labels; leave it out")
-        with readable(path, flag, "map"), Image.open(path) as picture:
-            numbers = np.array(picture) if picture.mode in ("L", "P") else None
+        numbers = class_numbers(open_picture(path, flag, "map"))
         if numbers is None:
             return super().read(path, invert, flag)
+        known = (numbers >= 0) & (numbers <= 255) & (numbers == np.round(numbers))  # false for NaN
+        if not known.all():
+            raise UserError(f"{flag} {path} holds {numbers[~known][0]}, which is no class number; allowed: 0 to 255")
         return colours()[torch.from_numpy(numbers.astype(np.int64))].permute(2, 0, 1).contiguous()
+
+
+def class_numbers(picture: Image.Image) -> np.ndarray | None:
+    """The values [H, W] of a picture of class numbers; None for a picture of colours."""
+    if picture.mode in ("LA", "La", "PA"):
+        return np.where(np.asarray(picture.getchannel(1)) > 127, np.asarray(picture.getchannel(0)), 0)
+    return np.asarray(picture) if picture.mode in ("1", "L", "P", "F") or picture.mode[0] == "I" else None
 
 
 def colours() -> Tensor:

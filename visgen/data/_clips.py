@@ -6,7 +6,9 @@ PyAV is an extra (`pip install 'visgen[video]'`) and imported where it is used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import struct
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from PIL import Image, ImageSequence
 from torch import Tensor
 
 from visgen.config import UserError
-from visgen.data._images import UNREADABLE, center_crop, to_pixels, to_rgb
+from visgen.data._images import center_crop, to_pixels
 from visgen.files import publishing
+from visgen.image_files import decoding, opened, require_regular, require_resizable, to_rgb, upright
 
 VIDEO = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg"})
 ANIMATION = frozenset({".gif", ".webp", ".apng", ".png"})
@@ -44,10 +47,16 @@ def read_clip(path: Path, size: int, frames: int, stride: int = 1, start: int = 
         UserError: missing, unreadable, or shorter than that, whatever its header says.
     """
     wanted = range(start, start + (frames - 1) * stride + 1, stride)
-    taken = [center_crop(f, size) for f in itertools.islice(pictures(path), wanted.start, wanted.stop, stride)]
+    taken: list[Tensor] = []
+    with _reading(path), closing(pictures(path)) as shown:
+        for picture in itertools.islice(shown, wanted.start, wanted.stop, stride):
+            require_resizable(picture.size, size)
+            taken.append(to_pixels(center_crop(picture, size)))
     if len(taken) < frames:
-        raise too_short(path, sum(1 for _ in pictures(path)), frames, stride, start)  # its header may say more
-    return torch.cat([to_pixels(picture) for picture in taken])
+        with _reading(path):
+            found = sum(1 for _ in pictures(path))  # its header may say more
+        raise too_short(path, found, frames, stride, start)
+    return torch.cat(taken)
 
 
 def too_short(path: Path, found: int, frames: int, stride: int, start: int = 0) -> UserError:
@@ -60,46 +69,58 @@ def too_short(path: Path, found: int, frames: int, stride: int, start: int = 0) 
     )
 
 
-def pictures(path: Path) -> Iterator[Image.Image]:
-    """The frames of a file, RGB, as they come.
+def _reading(path: Path) -> AbstractContextManager[None]:
+    """While the frames of a file are read: whatever is wrong with it becomes `Unreadable`."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; pass the path of a video")
+    return decoding(path, "video", "convert it to MP4, or leave it out")
+
+
+def pictures(path: Path) -> Generator[Image.Image]:
+    """The frames of a file, RGB, as they come and as a player shows them. Raises anything for a damaged file."""
+    if path.suffix.lower() in ANIMATION:
+        with opened(path) as animation:
+            for frame in ImageSequence.Iterator(animation):
+                yield to_rgb(upright(frame.copy(), path))
+        return
+    require_regular(path)
+    with av().open(str(path)) as container:
+        for frame in container.decode(video=0):
+            yield _as_shown(frame, container.streams.video[0])
+
+
+def _as_shown(frame: Any, stream: Any) -> Image.Image:
+    """A decoded frame with square pixels, turned and mirrored as the file says: phones store how they were held."""
+    image: Image.Image = frame.to_image()
+    ratio = float(stream.sample_aspect_ratio or 1)  # width to height of a pixel
+    width, height = round(image.width * max(ratio, 1)), round(image.height / min(ratio, 1))
+    if (width, height) != image.size:
+        require_resizable((width, height), min(width, height))
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:  # files of older programs have the angle, clockwise, as text
+        told = {name.lower(): text for name, text in stream.metadata.items()}.get("rotate", "0")
+        return image.rotate(-90 * round(float(told) / 90), expand=True)
+    a, b, _, c, d = struct.unpack("9i", bytes(matrix))[:5]  # (x, y) goes to (a x + c y, b x + d y)
+    if max(abs(a), abs(d)) < max(abs(b), abs(c)):
+        image, a, d = image.transpose(Image.Transpose.TRANSPOSE), c, b
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if a < 0 else image
+    return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if d < 0 else image
+
+
+def count(path: Path) -> int:
+    """Number of frames of a file, decoded where its header does not tell.
 
     Raises:
         UserError: missing or unreadable.
     """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; pass the path of a video")
-    if path.suffix.lower() in ANIMATION:
-        try:
-            with Image.open(path) as animation:
-                for frame in ImageSequence.Iterator(animation):
-                    yield to_rgb(frame.copy())
-        except UNREADABLE as error:
-            raise unreadable(path, error) from None
-        return
-    library = av()
-    try:
-        with library.open(str(path)) as container:
-            for frame in container.decode(video=0):
-                yield frame.to_image()
-    except (library.error.FFmpegError, IndexError, OSError) as error:  # IndexError: no picture in it
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is not a readable video ({' '.join(str(error).split())}); repair it, or leave it out")
-
-
-def count(path: Path) -> int:
-    """Number of frames of a file, decoded where its header does not tell."""
-    if path.is_file() and path.suffix.lower() not in ANIMATION:
-        library = av()
-        try:
-            with library.open(str(path)) as container:
+    with _reading(path):
+        if path.suffix.lower() not in ANIMATION:
+            require_regular(path)
+            with av().open(str(path)) as container:
                 if container.streams.video and container.streams.video[0].frames:
                     return int(container.streams.video[0].frames)
-        except (library.error.FFmpegError, OSError) as error:
-            raise unreadable(path, error) from None
-    return sum(1 for _ in pictures(path))
+        return sum(1 for _ in pictures(path))
 
 
 def write_mp4(path: Path, clip: Tensor, fps: int, comment: str = "") -> None:

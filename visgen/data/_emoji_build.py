@@ -22,7 +22,7 @@ from PIL import Image
 
 from visgen.config import UserError, load
 from visgen.data._emoji_concepts import CATEGORIES, normalise, read_labels, toned
-from visgen.data._images import UNREADABLE, read_image
+from visgen.image_files import Unreadable, read_image
 
 Style = Literal["fluent", "noto", "twemoji"]
 COLUMNS = 32  # tiles in a row of a sheet, and rows in a sheet
@@ -127,14 +127,15 @@ def read_sheets(files: Sequence[Path], tile: int, size: int, count: int) -> np.n
     """The pictures of a style: uint8 [count, size, size, 3].
 
     Raises:
-        OSError, ValueError: an unreadable sheet, or one of another size than `count` tiles need.
+        Unreadable: a sheet, or its size is not what `count` tiles need.
     """
     out = np.empty((count, size, size, 3), np.uint8)
     for start, file in zip(range(0, count, COLUMNS**2), files, strict=True):
         n = min(COLUMNS**2, count - start)
         sheet = read_image(file)
         if sheet.size != (COLUMNS * tile, -(-n // COLUMNS) * tile):
-            raise ValueError(f"its size {sheet.size} is not that of {n} tiles of {tile} pixels")
+            reason = f"its size {sheet.size} is not that of {n} tiles of {tile} pixels"
+            raise Unreadable(f"sheet {file} cannot be used: {reason}", reason)
         for i in range(n):
             left, top = i % COLUMNS * tile, i // COLUMNS * tile
             out[start + i] = _resize(sheet.crop((left, top, left + tile, top + tile)), size)
@@ -183,8 +184,8 @@ def _picture(file: Path) -> Image.Image:
     """A picture on a white square."""
     try:
         image = read_image(file)
-    except UNREADABLE as error:
-        raise UserError(f"{file} cannot be read ({error}); unpack its package again") from None
+    except Unreadable as error:
+        raise UserError(f"{file} cannot be read ({error.reason}); unpack its package again") from None
     side = max(image.size)
     square = Image.new("RGB", (side, side), "white")
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,21 +21,14 @@ from torch import Tensor
 
 from visgen.config import UserError
 from visgen.data import Data, Split, Views
-from visgen.data._images import UNREADABLE, center_crop, random_crop, read_image, stack_pixels, ten_crop, to_pixels
+from visgen.data._images import SMALLEST_CROP, center_crop, random_crop, stack_pixels, ten_crop, to_pixels
+from visgen.image_files import decoding, read_image, require_resizable
 
 log = logging.getLogger(__name__)
 
 OnError = Literal["stop", "skip"]
 T = TypeVar("T")
 PATIENCE = 1000  # unreadable samples in a row before `skip` gives up
-
-
-class SampleError(UserError):
-    """An error in one sample. It stays one line when a DataLoader worker raises it: torch raises it again in the main
-    process as `type(error)(whole traceback)`, of which only the last line is kept."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class Readable:
@@ -54,7 +49,7 @@ class Readable:
 
     def read(self, index: int, one: Callable[[int], T]) -> tuple[T, int]:
         """`one(index)`, or that of the first readable sample after it; and the index of that. `one` raises
-        `SampleError` where it cannot."""
+        `UserError` where it cannot, and draws no random number."""
         count = len(self._damaged)
         if not 0 <= index < count:
             raise IndexError(f"sample {index} of {count}")
@@ -64,12 +59,12 @@ class Readable:
                 continue
             try:
                 return one(i), i
-            except SampleError as error:
+            except UserError as error:
                 if self.on_error == "stop":
-                    raise SampleError(f"{error}, or pass --data.on-error skip") from None
+                    raise UserError(f"{error}, or pass --data.on-error skip") from None
                 self._damaged[i] = 1
                 log.warning("%s; skipped", error)
-        raise SampleError(f"nothing readable from sample {index} on: {self.skipped} of {count} are damaged")
+        raise UserError(f"nothing readable from sample {index} on: {self.skipped} of {count} are damaged")
 
 
 @dataclass(frozen=True)
@@ -127,12 +122,12 @@ class ImageData(Data):
         return self._readable.skipped
 
     def get(self, index: int, rng: np.random.Generator | None = None) -> dict[str, Any]:
-        image, index = self._read(index)
+        (image, shown), index = self._readable.read(index, self._opened_with_map)
         augment = rng if self.split == "train" else None
         again = copy.deepcopy(augment) if self.has_maps else None  # a map is cropped and mirrored by the same draws
         sample = {"pixels": to_pixels(self._shown(image, augment)), "label": int(self.labels[index])}
-        if self.has_maps:
-            sample["map"] = to_pixels(self._shown(self._map(index, image.size), again, exact=True))
+        if shown is not None:
+            sample["map"] = to_pixels(self._shown(shown, again, exact=True))
         return sample | self._more(index, augment)
 
     def _more(self, index: int, augment: np.random.Generator | None) -> dict[str, Any]:
@@ -148,20 +143,6 @@ class ImageData(Data):
         mirrored = augment is not None and self.config.hflip and augment.random() < 0.5
         return ImageOps.mirror(image) if mirrored else image
 
-    def _map(self, index: int, size: tuple[int, int]) -> Image.Image:
-        """The control map of an image, at the image's size."""
-        path = self._map_file(index)
-        try:
-            if self.read_map is None:
-                picture = read_image(path, "black")
-            else:
-                picture = Image.fromarray(self.read_map(path).permute(1, 2, 0).contiguous().numpy())
-        except UserError as error:
-            raise SampleError(str(error)) from None
-        except UNREADABLE as error:
-            raise SampleError(f"control map {path} cannot be read ({' '.join(str(error).split())})") from None
-        return picture.resize(size, Image.Resampling.NEAREST)
-
     def _map_file(self, index: int) -> Path:
         raise NotImplementedError("a source that has_maps says where they lie")
 
@@ -169,22 +150,33 @@ class ImageData(Data):
         if kind != "ten_crop":
             return super().views(indices, kind, ranges)
         pixels, labels = [], []
+        largest = max(int(self.config.image_size * r) for r in ranges)
         for index in indices:
-            image, found = self._read(int(index))
+            image, found = self._readable.read(int(index), partial(self._opened, shorter=largest))
             pixels.append(stack_pixels([v for r in ranges for v in ten_crop(image, self.config.image_size, r)]))
             labels.append(int(self.labels[found]))
         return {"pixels": torch.stack(pixels), "label": torch.tensor(labels)}
 
-    def _read(self, index: int) -> tuple[Image.Image, int]:
-        """The image at `index`, or in its place the first readable one after it; and the index of that."""
-        return self._readable.read(index, self._opened)
+    def _opened(self, index: int, shorter: int | None = None) -> Image.Image:
+        """An image that can be resized to a shorter side of so many pixels; default: the most that a crop needs."""
+        name = self._name(index)
+        with decoding(name):
+            image = read_image(self._file(index), name=name)
+            require_resizable(image.size, shorter or math.ceil(self.config.image_size / SMALLEST_CROP))
+            return image
 
-    def _opened(self, index: int) -> Image.Image:
-        try:
-            return read_image(self._file(index))
-        except UNREADABLE as error:
-            reason = " ".join(str(error).split())
-            raise SampleError(f"image {self._name(index)} cannot be read ({reason}); repair or delete it") from None
+    def _opened_with_map(self, index: int) -> tuple[Image.Image, Image.Image | None]:
+        """An image, and its control map at the image's size where the source has maps."""
+        image = self._opened(index)
+        if not self.has_maps:
+            return image, None
+        path = self._map_file(index)
+        with decoding(path, "control map"):
+            if self.read_map is None:
+                picture = read_image(path, "black")
+            else:
+                picture = Image.fromarray(self.read_map(path).permute(1, 2, 0).contiguous().numpy())
+            return image, picture.resize(image.size, Image.Resampling.NEAREST)
 
 
 def held_out_by_name(name: bytes, fraction: float) -> bool:

@@ -29,7 +29,7 @@ from visgen.config import REPOSITORY, UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
 from visgen.data._emoji_concepts import CATEGORIES, TONES, toned
-from visgen.data._images import UNREADABLE
+from visgen.image_files import Unreadable
 
 # A mirror image of these is wrong: lettering, numbers, clocks, maps, flags.
 UNMIRRORED_CATEGORIES = frozenset({"Symbols", "Flags"})
@@ -268,9 +268,10 @@ def _pictures(root: Path, style: str, index: dict[str, Any], count: int) -> np.n
     files = [root / name for name in entry["sheets"]]
     try:
         return read_sheets(files, entry["tile"], index["size"], count)
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{root}: the sheets of style '{style}' cannot be read ({reason}); {_rebuild(root)}") from None
+    except Unreadable as error:
+        raise UserError(
+            f"{root}: the sheets of style '{style}' cannot be read ({error.reason}); {_rebuild(root)}"
+        ) from None
 
 
 def _rebuild(root: Path) -> str:

@@ -1,13 +1,15 @@
 """A folder of clips: one class per sub-folder, read by PyAV (`pip install 'visgen[video]'`); GIF and WebP by Pillow.
 
 As ACDiT takes UCF-101 (arXiv 2412.07720): so many frames at a stride from a random start, centre crop, one mirror for
-all frames of a clip. Held-out clips are the sub-folder `held_out/`, `val/` or `test/` beside `train/` if there is one,
-otherwise a fixed share chosen by a hash of each path.
+all frames of a clip. Held-out clips are the sub-folder `held_out/` beside `train/` if there is one (`val/`, `test/` and
+other names of `_folders.HELD_OUT` too), otherwise a fixed share chosen by a hash of each path.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,8 @@ from visgen.checks import Positive, Rate
 from visgen.config import UserError
 from visgen.data import Data, Split
 from visgen.data._clips import ANIMATION, VIDEO, av, count, read_clip, too_short
-from visgen.data._source import OnError, Readable, SampleError, split_by_name
-
-HELD_OUT_NAMES = ("held_out", "val", "test")
+from visgen.data._folders import find_samples
+from visgen.data._source import OnError, Readable, split_by_name
 
 
 @dataclass(frozen=True)
@@ -53,33 +54,18 @@ class Video(Data):
         root = Path(config.root).expanduser()
         if not root.is_dir():
             raise UserError(f"data.root {root} is no folder; pass one with a sub-folder of clips per class")
-        held_out = next((root / n for n in HELD_OUT_NAMES if (root / n).is_dir() and (root / "train").is_dir()), None)
-        train = root / "train" if held_out else root
-        self.classes = sorted(p.name for p in train.iterdir() if p.is_dir() and not p.name.startswith(".")) or ["all"]
-        folder = held_out if held_out and split == "held_out" else train
-        self._paths, labels = self._found(folder)
-        if held_out is None:
-            names = [str(path.relative_to(folder)).encode() for path in self._paths]
-            kept = split_by_name(names, config.held_out_fraction, split, f"data.root {root}")
-            self._paths, labels = [self._paths[i] for i in kept], [labels[i] for i in kept]
+        found = find_samples(root, split, VIDEO | ANIMATION, "clip")
+        paths, labels = found.paths, found.labels
+        if found.shared:
+            kept = split_by_name(paths, config.held_out_fraction, split, f"data.root {root}")
+            paths, labels = [paths[i] for i in kept], [labels[i] for i in kept]
+        self.classes, self._paths = found.classes, [found.folder / os.fsdecode(path) for path in paths]
         if any(path.suffix.lower() in VIDEO for path in self._paths):
             av()  # said before a worker needs it
         self.labels = torch.tensor(labels)
         self._readable = Readable(len(self._paths), config.on_error)
         self.image_size, self.frames = (config.image_size, config.image_size), config.frames
         self._length = functools.lru_cache(maxsize=None)(count)
-
-    def _found(self, folder: Path) -> tuple[list[Path], list[int]]:
-        paths: list[Path] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            inside = folder if self.classes == ["all"] else folder / name
-            found = sorted(p for p in inside.rglob("*") if p.suffix.lower() in VIDEO | ANIMATION)
-            paths += found
-            labels += [label] * len(found)
-        if not paths:
-            raise UserError(f"{folder} holds no clip ({' '.join(sorted(VIDEO | ANIMATION))}); check data.root")
-        return paths, labels
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -97,14 +83,15 @@ class Video(Data):
 
     def _clip(self, index: int, rng: np.random.Generator | None) -> Tensor:
         path, config = self._paths[index], self.config
-        try:
-            spare = self._length(path) - ((config.frames - 1) * config.stride + 1)
-            if spare < 0:
-                raise too_short(path, self._length(path), config.frames, config.stride)
-            start = spare // 2 if rng is None else int(rng.integers(spare + 1))
-            return read_clip(path, config.image_size, config.frames, config.stride, start)
-        except UserError as error:
-            raise SampleError(str(error)) from None
+        spare = self._length(path) - ((config.frames - 1) * config.stride + 1)
+        if spare < 0:
+            raise too_short(path, self._length(path), config.frames, config.stride)
+        drawn = copy.deepcopy(rng)  # a clip that cannot be read takes no draw from the next one
+        start = spare // 2 if drawn is None else int(drawn.integers(spare + 1))
+        clip = read_clip(path, config.image_size, config.frames, config.stride, start)
+        if rng is not None and drawn is not None:
+            rng.bit_generator.state = drawn.bit_generator.state
+        return clip
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_length"}

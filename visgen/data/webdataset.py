@@ -2,7 +2,8 @@
 
 Each tar is indexed once: where every member's bytes lie. Samples then have numbers, so shuffling is global and
 resuming exact, which a stream cannot offer. Grouping follows webdataset: consecutive members of one key, the key being
-the path up to the first dot of its last part.
+the path up to the first dot of its last part. A tar that is cut short is refused, and so are tars that `cat` has put
+together, since all but the first would be lost; `tar --concatenate` makes one tar of several.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -22,14 +22,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from visgen.checks import shown
 from visgen.config import UserError
 from visgen.data import Split
-from visgen.data._images import SUFFIXES
+from visgen.data._folders import missing
 from visgen.data._source import ImageConfig, ImageData, split_by_name
+from visgen.files import CHUNK, write_text
+from visgen.image_files import SUFFIXES, warn_once
 
 log = logging.getLogger(__name__)
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
+END = 2 * tarfile.BLOCKSIZE  # bytes of zeros that end a tar
+MOST_CLASSES = 1_000_000  # a label beyond is an error, and one name for each would fill the memory
+MOST_SHARDS = 1_000_000
+LARGEST_LABEL = 1 << 24  # bytes of a member that holds a label
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class WebDataset(ImageData):
         labels = {part: _labels(parts[part], samples, names) for part, samples in indexed.items()}
         count = 1 + max(int(found.max()) for found in labels.values())
         self.classes = names or [str(i) for i in range(count)]
+        if split == "train" and (bare := missing(self.classes, set(labels["train"].tolist()))):
+            log.warning("%s: class %s has no sample, yet counts; labels count from 0", config.shards, bare)
 
         own = split if split in parts else "train"
         self._shards = parts[own]
@@ -104,7 +113,7 @@ def find_shards(pattern: str) -> list[Path]:
         raise UserError(f"data.shards '{pattern}' is not a local path; download the .tar files first and name those")
     found: set[Path] = set()
     for name in _braces(os.path.expanduser(pattern)):
-        matches = glob.glob(name) if glob.has_magic(name) else [name] * os.path.isfile(name)
+        matches = [m for m in (glob.glob(name) if glob.has_magic(name) else [name]) if os.path.isfile(m)]
         if not matches:
             raise UserError(f"data.shards '{pattern}': no file {name}; check the path and the range in braces")
         found.update(map(Path, matches))
@@ -118,6 +127,8 @@ def _braces(pattern: str) -> list[str]:
         span = re.fullmatch(r"(\d+)\.\.(\d+)", part) if i % 2 else None
         if span:
             numbers = range(int(span[1]), int(span[2]) + 1)
+            if len(numbers) > MOST_SHARDS:
+                raise UserError(f"data.shards '{pattern}' names {len(numbers)} files; at most {MOST_SHARDS} are read")
             parts.append([str(n).zfill(len(span[1])) for n in numbers])
         else:
             parts.append(part.split(",") if i % 2 else [part])
@@ -125,46 +136,91 @@ def _braces(pattern: str) -> list[str]:
 
 
 def _index(path: Path, config: Config) -> list[Sample]:
-    """The samples of one tar, from the file beside it if that is of this tar."""
+    """The samples of one tar, from the file beside it if that is of this tar.
+
+    Raises:
+        UserError: see `scan_tar`; a tar that is cut short is warned of where `on_error` is `skip`.
+    """
     beside = path.with_name(f"{path.name}.index.json")
     stat = path.stat()
     stamp = [INDEX_VERSION, stat.st_size, stat.st_mtime_ns, config.label]
-    if config.index_cache and beside.is_file():
-        stored = json.loads(beside.read_text())
-        if stored["stamp"] == stamp:
-            return [Sample(*s) for s in stored["samples"]]
-    samples = list(scan_tar(path, config.label))
+    if config.index_cache and (stored := _stored(beside, stamp)) is not None:
+        return stored
+    samples, fault = scan_tar(path, config.label)
+    if fault and config.on_error == "stop":
+        raise UserError(f"{path} is not whole: {fault}; fetch it again, or pass --data.on-error skip")
     if not samples:
-        raise UserError(f"{path} holds no image ({' '.join(sorted(SUFFIXES))})")
-    if config.index_cache:
-        temporary = beside.with_name(f"{beside.name}.{os.getpid()}.tmp")
+        raise UserError(f"{path} holds no image ({' '.join(sorted(SUFFIXES))}){f': {fault}' if fault else ''}")
+    if fault:
+        warn_once(f"{path} is not whole: {fault}; only the {len(samples)} samples before that are used")
+    elif config.index_cache:
         try:
-            temporary.write_text(json.dumps({"stamp": stamp, "samples": samples}))
-            os.replace(temporary, beside)
-        except OSError as error:
-            log.warning("the index of %s is not kept beside it (%s)", path, error.strerror)
+            write_text(beside, json.dumps({"stamp": stamp, "samples": samples}))
+        except UserError as error:
+            log.warning("the index of %s is not kept beside it: %s", path, error)
     return samples
 
 
-def scan_tar(path: Path, label_field: str = "label") -> Iterator[Sample]:
-    """Samples of an uncompressed tar, in order.
+def _stored(beside: Path, stamp: list[Any]) -> list[Sample] | None:
+    """The samples of an index that was kept with this stamp; None if there is none, or a damaged one."""
+    try:
+        stored = json.loads(beside.read_text())
+        return [Sample(*s) for s in stored["samples"]] if stored["stamp"] == stamp else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def scan_tar(path: Path, label_field: str = "label") -> tuple[list[Sample], str]:
+    """Samples of an uncompressed tar, in order, and what is wrong with its end; "" if it is whole.
+
+    A tar ends with two blocks of zeros. Where they are missing, or a member reaches beyond the file, the tar is cut
+    short or damaged, and the sample that stands last before that is left out, for it may lack members.
 
     Raises:
-        UserError: not a plain tar, truncated, or a sample without image or with an unreadable label.
+        UserError: not a plain tar, or a sample without image or with an unreadable label.
     """
+    samples: list[Sample] = []
     try:
         with tarfile.open(path, "r:") as tar:
-            members = ((m, *_key(m.name)) for m in tar if m.isreg() and not re.match(r"__[^/]*__($|/)", m.name))
-            named = (m for m in members if m[1])
-            for key, group in itertools.groupby(named, lambda m: m[1]):
-                listed = [(suffix, member) for member, _, suffix in group]
-                if len(listed) > len(dict(listed)):
+            members: list[tarfile.TarInfo] = []
+            fault, ended = _members(tar, path.stat().st_size, members)
+            kept = [(m, *_key(m.name)) for m in members if m.isreg() and not re.match(r"__[^/]*__($|/)", m.name)]
+            groups = [(key, list(group)) for key, group in itertools.groupby((m for m in kept if m[1]), lambda m: m[1])]
+            for key, group in groups if ended else groups[:-1]:
+                listed = {suffix: member for member, _, suffix in group}
+                if len(group) > len(listed):
                     raise UserError(f"{path}: sample '{key}' has two members with one suffix; its keys must differ")
-                yield _sample(path, tar, key, dict(listed), label_field)
+                samples.append(_sample(path, tar, key, listed, label_field))
     except (tarfile.TarError, OSError) as error:
         raise UserError(
             f"{path} is not a readable uncompressed .tar file ({error}); unpack or fetch it again"
         ) from None
+    return samples, fault
+
+
+def _members(tar: tarfile.TarFile, size: int, members: list[tarfile.TarInfo]) -> tuple[str, bool]:
+    """Appends the whole members of a tar of so many bytes to a list; returns what is wrong with it, or "", and whether
+    its end was found."""
+    try:
+        while (member := tar.next()) is not None:
+            if not 0 <= member.offset_data <= member.offset_data + member.size <= size:
+                return f"member '{member.name}' of {member.size} bytes reaches beyond its end", False
+            members.append(member)
+    except Exception as error:  # whatever tarfile raises for a damaged header
+        if not members:
+            raise
+        return f"after {len(members)} members it cannot be read ({error})", False
+    file: Any = tar.fileobj
+    file.seek(tar.offset)
+    end = file.read(END)
+    if any(end):
+        return f"after {len(members)} members stands no header", False
+    if len(end) < END:
+        return f"it stops after {len(members)} members, without the zeros that end a tar", False
+    while rest := file.read(CHUNK):
+        if any(rest):
+            return f"after the end of its {len(members)} members stand other data, perhaps another tar", True
+    return "", True
 
 
 def _key(name: str) -> tuple[str, str]:
@@ -181,14 +237,22 @@ def _sample(path: Path, tar: tarfile.TarFile, key: str, members: dict[str, Any],
     label: Any = None
     try:
         if "cls" in members:
-            label = _number(tar.extractfile(members["cls"]).read().decode().strip())  # type: ignore[union-attr]
+            label = _number(_content(tar, members["cls"]).decode().strip())
         elif "json" in members:
-            label = json.loads(tar.extractfile(members["json"]).read()).get(label_field)  # type: ignore[union-attr]
-    except (ValueError, AttributeError) as error:
+            label = json.loads(_content(tar, members["json"])).get(label_field)
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: the label of sample '{key}' cannot be read ({error})") from None
     if isinstance(label, bool) or not isinstance(label, int | str | None):
-        raise UserError(f"{path}: the label of sample '{key}' is {label!r}; allowed: a whole number or a class name")
+        raise UserError(
+            f"{path}: the label of sample '{key}' is {shown(label)}; allowed: a whole number or a class name"
+        )
     return Sample(key, suffix, members[suffix].offset_data, members[suffix].size, label)
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.size > LARGEST_LABEL:
+        raise ValueError(f"its {member.size} bytes are more than {LARGEST_LABEL}")
+    return tar.extractfile(member).read()  # type: ignore[union-attr]
 
 
 def _number(text: str) -> int | str:
@@ -214,9 +278,11 @@ def _labels(shards: list[Path], indexed: list[list[Sample]], names: list[str]) -
             label = 0 if unlabelled else label
             if not isinstance(label, int):
                 remedy = "list the names in data.class_names" if label else "add .cls or .json, see data.label"
-                raise UserError(f"{path}: sample '{s.key}' has label {label!r}, which is no number; {remedy}")
-            if label < 0 or (names and label >= len(names)):
-                allowed = f"0..{len(names) - 1} (data.class_names)" if names else "numbers from 0"
-                raise UserError(f"{path}: sample '{s.key}' has label {label}; allowed: {allowed}")
+                raise UserError(f"{path}: sample '{s.key}' has label {shown(label)}, which is no number; {remedy}")
+            if not 0 <= label < (len(names) or MOST_CLASSES):
+                allowed = (
+                    f"0..{len(names) - 1} (data.class_names)" if names else f"numbers from 0 to {MOST_CLASSES - 1}"
+                )
+                raise UserError(f"{path}: sample '{s.key}' has label {shown(label)}; allowed: {allowed}")
             out.append(label)
     return np.array(out, dtype=np.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -11,14 +13,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from visgen.config import UserError
+from visgen.image_files import SUFFIXES, Unreadable, decoding, find_files, open_image, opened, warn_once
 
 KEY = "arr_0"
-LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
-LOSSY = (".jpg", ".jpeg")
+LOSSY = frozenset({".jpg", ".jpeg", ".jfif", ".avif", ".gif"})
+NO_SAMPLE = re.compile(r"grid\.png|control_[a-z0-9-]+-[0-9a-f]{8}\.png")  # the names that `pictures` gives
 
 
 class NpzImages:
@@ -71,10 +74,11 @@ class NpzImages:
 
 
 class FolderImages:
-    """The images of a folder and its sub-folders, by sorted path.
+    """The images of a folder and its sub-folders, by sorted path; what `sample.py` writes beside its samples (grids,
+    control maps) is left out, and a line says so.
 
     Args:
-        lossy: take .jpg too: scoring what JPEG has changed moves FID (2.50 to 5.80 in one published case).
+        lossy: take .jpg and the like too: scoring what JPEG has changed moves FID (2.50 to 5.80 in one published case).
 
     Raises:
         UserError: no such folder, no images, lossy ones without `lossy`.
@@ -85,13 +89,23 @@ class FolderImages:
     def __init__(self, path: Path, lossy: bool = False) -> None:
         if not path.is_dir():
             raise UserError(f"{path} is no folder; pass a folder of PNG images, or an .npz")
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in LOSSLESS + LOSSY)
+        found = find_files(path)
+        files = []
+        for name in found.paths:
+            file = path / os.fsdecode(name)
+            if _is_no_sample(file):
+                found.leave_out(name, "grids and control maps of sample.py")
+            else:
+                files.append(file)
+        told = f"; {found.told}" if found.left_out else ""
         bad = next((p for p in files if p.suffix.lower() in LOSSY), None)
         if bad is not None and not lossy:
-            raise UserError(f"{bad} is a JPEG, which changes what is scored; save PNG, or pass --allow-lossy")
+            raise UserError(f"{bad} is lossy ({bad.suffix}), which changes what is scored; save PNG, or --allow-lossy")
         if not files:
-            raise UserError(f"folder {path} holds no image ({', '.join(LOSSLESS)})")
-        self.files, self.n = files, len(files)
+            raise UserError(f"folder {path} holds no image ({' '.join(sorted(SUFFIXES - LOSSY))}){told}")
+        if told:
+            warn_once(f"{path}: {found.told}")
+        self.files, self.n = sorted(files), len(files)
 
     def rows(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """(uint8 [B, 3, H, W], index [B]): this process's images, in batches of equal size in pixels."""
@@ -108,12 +122,24 @@ class FolderImages:
             yield torch.stack(held), torch.tensor(where)
 
     def _read(self, i: int) -> Tensor:
-        try:
-            with Image.open(self.files[i]) as image:
-                _require_plain(image, self.files[i])
-                return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-        except (UnidentifiedImageError, OSError) as error:
-            raise UserError(f"image {self.files[i]} cannot be read ({error}); remove it or write it again") from None
+        image = open_image(self.files[i])
+        _require_plain(image, self.files[i])
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _is_no_sample(file: Path) -> bool:
+    """Whether a file is a grid or a control map of `sample.py`, by its name or by the settings that it carries: those
+    of a sample name one seed."""
+    if NO_SAMPLE.fullmatch(file.name):
+        return True
+    if file.suffix.lower() != ".png":
+        return False
+    try:
+        with decoding(file), opened(file) as image:
+            settings = json.loads(image.info.get("visgen", '{"seed": 0}'))
+            return isinstance(settings, dict) and "seed" not in settings
+    except Unreadable:
+        return False  # what is wrong with it is said when it is read
 
 
 def _require_plain(image: Image.Image, path: Path) -> None:
