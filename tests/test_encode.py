@@ -92,7 +92,6 @@ def test_codes_are_the_tokenizers(tmp_path, kind, workers):
         "index.json",
         *(f"labels_{i:05d}.npy" for i in range(3)),
     ]
-    found.verify()
     seen = preflight(tokenizer, found)
     assert seen.matched > seen.shuffled + 3
     assert seen.agreement == 1
@@ -160,7 +159,7 @@ def test_a_complete_cache_that_lost_a_shard_is_repaired(tmp_path, damage):
         read(tmp_path)
     encode(PatchColours(), synthetic(), tmp_path, "t", views="center", shard=8)
     assert path.read_bytes() == whole
-    read(tmp_path).verify()
+    read(tmp_path)
 
 
 def test_changed_settings_are_refused_by_name(tmp_path):
@@ -209,6 +208,8 @@ def rewrite(out, change):
     data = read(out)
     codes, labels = change(np.array(data.tokens(0).base[:])), data.labels.numpy()
     cache.write_shard(out / "train", data.index, 0, codes, labels)
+    data.index.shards = [cache.read_record(out / "train", data.index, 0)]
+    cache.write_index(out / "train", data.index)
     (out / "train" / "done_00000.json").unlink()
 
 
@@ -226,7 +227,7 @@ def test_preflight_refuses_what_does_not_look_like_its_source(tmp_path):
     with pytest.raises(UserError, match="does not match its source"):
         preflight(PatchColours(), read(tmp_path))
     rewrite(tmp_path, lambda codes: codes[:, ::-1] + 64)
-    with pytest.raises(UserError, match=r"lie outside the vocabulary of 64"):
+    with pytest.raises(UserError, match=r"codes_00000\.npy holds code \d+, the vocabulary has 64"):
         preflight(PatchColours(), read(tmp_path))
 
 
@@ -239,6 +240,26 @@ def test_preflight_refuses_a_tokenizer_that_shows_nothing(tmp_path):
     with pytest.raises(UserError, match=r"does not look like its source: \d+\.\d dB to its own images, \d+\.\d dB to"):
         preflight(Blank(), read(tmp_path))
     assert preflight(Blank(), read(tmp_path), margin_db=-50).agreement == 1
+
+
+def test_a_cache_that_is_refused_is_not_complete(tmp_path):
+    """Nothing is trained on it; the same command looks at it again."""
+
+    def refuse(codes):
+        raise UserError(f"{len(codes)} images look wrong")
+
+    for shard in (8, 8):  # when it is made, and again when it is whole
+        with pytest.raises(UserError, match="22 images look wrong"):
+            encode(PatchColours(), synthetic(), tmp_path, "t", shard=shard, accept=refuse)
+        with pytest.raises(UserError, match="is incomplete, 3 of 3 shards"):
+            read(tmp_path)
+    seen = []
+    encode(PatchColours(), synthetic(), tmp_path, "t", shard=8, accept=lambda codes: seen.append(len(codes)))
+    assert seen == [22] == [len(read(tmp_path))]
+    with pytest.raises(UserError, match="22 images look wrong"):  # of a complete one
+        encode(PatchColours(), synthetic(), tmp_path, "t", shard=8, accept=refuse)
+    with pytest.raises(UserError, match="is incomplete, 3 of 3 shards"):
+        read(tmp_path)
 
 
 def test_preflight_refuses_another_source_size_and_takes_one_image(tmp_path):

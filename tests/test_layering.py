@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "__version__ checks installed / yaml_files parser files image_files / tensors / config layout / "
+    "__version__ checks installed / yaml_files parser files image_files / tensors arrays / config layout / "
     "nn data metrics launch run_files / quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "
@@ -20,7 +20,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}
 ONLY = {
-    "data": {"checks", "config", "files", "image_files"},
+    "data": {"checks", "config", "files", "image_files", "arrays"},
     "metrics": {"config", "files", "image_files", "tensors"},
 }  # stricter than their layer
 PLUGINS = "quantizers tokenizers conditions controls heads backbones samplers objectives data"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,7 +69,15 @@ def main(argv: Sequence[str]) -> None:
     state = PartialState(cpu=on_cpu(config.cpu))
     data = build(config.data, config.split)
     tokenizer = load_tokenizer(config.tokenizer).to(state.device)
-    folder = encode(
+
+    def accept(codes: Codes) -> None:
+        seen = preflight(tokenizer, codes, margin_db=config.preflight_db)
+        skipped = f", {data.skipped} unreadable images replaced" if data.skipped else ""
+        views = f"{len(codes)} images x {codes.view_count} views x {int(np.prod(codes.grid))} codes"
+        print(f"{codes.folder}: {views}{skipped}")
+        print(f"preflight: {seen.matched:.2f} dB to its own images, {seen.shuffled:.2f} dB to others")
+
+    encode(
         tokenizer,
         data,
         config.out,
@@ -80,13 +88,8 @@ def main(argv: Sequence[str]) -> None:
         shard=config.shard,
         workers=config.workers,
         state=state,
+        accept=accept,
     )
-    if state.is_main_process:
-        codes = build(cache.Config(config.out), config.split)
-        seen = preflight(tokenizer, codes, margin_db=config.preflight_db)
-        skipped = f", {data.skipped} unreadable images replaced" if data.skipped else ""
-        print(f"{folder}: {len(codes)} images x {codes.view_count} views x {int(np.prod(codes.grid))} codes{skipped}")
-        print(f"preflight: {seen.matched:.2f} dB to its own images, {seen.shuffled:.2f} dB to others")
 
 
 def encode(
@@ -101,10 +104,15 @@ def encode(
     shard: int = 8192,
     workers: int = 0,
     state: PartialState | None = None,
+    accept: Callable[[Codes], None] = lambda codes: None,
 ) -> Path:
-    """Writes, or completes, the cache of `data` in `out/<split>` and returns that folder.
+    """Write, or complete, the cache of `data` in `out/<split>` and return that folder.
 
     Runs where the tokenizer's parameters lie. `state` shares the shards out over its processes.
+
+    Args:
+        accept: looks at the whole cache on the main process. Where it raises, the cache stays incomplete, so nothing
+            is trained on it.
 
     Raises:
         UserError: tokenizer and data do not fit, or the folder holds a cache with other settings.
@@ -123,19 +131,17 @@ def encode(
     folder = Path(out).expanduser() / data.split
     index = _agreed(folder, wanted)
     missing = [i for i in range(index.shard_count) if cache.shard_record(folder, index, i) is None]
-    if index.complete and not missing:
-        return folder
     first = state is None or state.is_main_process
     wait = (lambda: None) if state is None else state.wait_for_everyone
     wait()  # every process has compared its settings before the index is written
-    if first:
+    if first and (missing or not index.complete):
         _prepare(folder, index)
     wait()
     mine = missing if state is None else missing[state.process_index :: state.num_processes]
     _encode_shards(tokenizer, data, folder, index, mine, batch, workers, show=first)
     wait()
     if first:
-        _finish(folder, index)
+        _finish(folder, index, accept)
     wait()
     return folder
 
@@ -245,7 +251,6 @@ def _brief(value: Any) -> str:
 def _prepare(folder: Path, index: cache.Index) -> None:
     """Marks the cache as incomplete; what was complete before keeps its records one by one."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for number in range(len(index.shards)):
             record = cache.shard_record(folder, index, number)
             if record is not None:
@@ -256,11 +261,20 @@ def _prepare(folder: Path, index: cache.Index) -> None:
         raise UserError(f"out {folder} cannot be written ({error.strerror}); choose another --out") from None
 
 
-def _finish(folder: Path, index: cache.Index) -> None:
-    records = [cache.shard_record(folder, index, i) for i in range(index.shard_count)]
+def _finish(folder: Path, index: cache.Index, accept: Callable[[Codes], None]) -> None:
+    """Mark the cache as complete, once `accept` has looked at it; without it the cache is incomplete."""
+    records = [cache.read_record(folder, index, i) for i in range(index.shard_count)]
     if None in records:
         raise UserError(f"code cache {folder}: shard {records.index(None)} is missing; run the same command again")
-    index.complete, index.shards = True, [r for r in records if r is not None]
+    index.shards = [r for r in records if r is not None]
+    try:
+        accept(Codes(cache.Config(folder.parent), index.split, index))
+    except UserError:
+        _prepare(folder, index)
+        raise
+    if index.complete:
+        return
+    index.complete = True
     cache.write_index(folder, index)
     for number in range(index.shard_count):
         cache.shard_path(folder, number, "done").unlink(missing_ok=True)

@@ -128,12 +128,13 @@ def flush(path: Path) -> None:
         os.close(number)
 
 
-def crc32(path: Path) -> int:
-    """Return the CRC-32 of a file's bytes."""
-    value = 0
+def crc32(path: Path, stop: int | None = None, start: int = 0) -> int:
+    """Return the CRC-32 of a file's bytes from `start` up to `stop`, by default of all."""
+    value, left = 0, (path.stat().st_size if stop is None else stop) - start
     with open(path, "rb") as file:
-        while part := file.read(CHUNK):
-            value = zlib.crc32(part, value)
+        file.seek(start)
+        while part := file.read(min(CHUNK, max(left, 0))):
+            value, left = zlib.crc32(part, value), left - len(part)
     return value
 
 

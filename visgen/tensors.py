@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visgen.checks import UserError
-from visgen.files import CHUNK, FORMAT, publishing
+from visgen.files import FORMAT, crc32, publishing
 
 LIMIT = 100_000_000  # bytes of a header, as safetensors has it
 NO_CRC = "0" * 16
@@ -127,7 +127,7 @@ def verify(path: Path, remedy: str) -> Header:
     header = read_header(path, remedy)
     if header.crc32:
         try:
-            found = _data_crc(path, header.start)
+            found = f"{crc32(path, start=header.start):08x}"
         except OSError as error:
             raise _no_safetensors(path, error, remedy) from None
         if header.crc32[8:] != found:
@@ -195,7 +195,7 @@ def _seal(path: Path) -> None:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         assert len(text) <= length, "a JSON header changed its length by sorting"
         text = text.ljust(length)
-        crc = _header_crc(first + text) + _data_crc(path, 8 + length)
+        crc = f"{_header_crc(first + text)}{crc32(path, start=8 + length):08x}"
         file.seek(8)
         file.write(_DIGITS.sub(b'"crc32":"%s"' % crc.encode(), text, count=1))
 
@@ -203,15 +203,6 @@ def _seal(path: Path) -> None:
 def _header_crc(header: bytes) -> str:
     blank = b'"crc32":"%s"' % NO_CRC.encode()
     return f"{zlib.crc32(_DIGITS.sub(blank, header, count=1)):08x}"
-
-
-def _data_crc(path: Path, start: int) -> str:
-    value = 0
-    with open(path, "rb") as file:
-        file.seek(start)
-        while part := file.read(CHUNK):
-            value = zlib.crc32(part, value)
-    return f"{value:08x}"
 
 
 def _no_safetensors(path: Path, error: Exception, remedy: str) -> UserError:

@@ -125,7 +125,7 @@ def _batches(part: range, size: int) -> list[range]:
 
 def _is_whole(folder: Path, index: pairs.Index, number: int) -> bool:
     try:
-        pairs.read_shard(folder, index, number)
+        pairs.verify_shard(folder, index, number)
     except UserError:
         return False
     return True

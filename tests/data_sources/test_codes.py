@@ -1,7 +1,9 @@
 """`codes`: the cache's files read back, the drawn view, and every refusal."""
 
+import hashlib
 import json
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from visgen.config import UserError, build, plugin_config
 from visgen.data import Samples, codes
 
 
-def write(root, split="train", images=10, vocab=70000, **settings):
+def write(root, split="train", images=10, vocab=70000, bad=None, **settings):
     """A cache of random codes in shards of 4 images, and those codes."""
     source = build(plugin_config("visgen.data", "synthetic", n=images, n_held_out=images, image_size=8), split)
     settings = {"views": "flip", "ranges": [], "grid": [1, 2, 2], "shard_images": 4, "tokenizer": "abc", **settings}
@@ -20,11 +22,14 @@ def write(root, split="train", images=10, vocab=70000, **settings):
     folder = root / split
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocab, (images, index.view_count, 4))
+    ids = rng.integers(0, vocab or 9, (images, index.view_count, 4))
+    if index.channels:
+        ids = ids[..., None].astype(np.float16)
+        ids[5, 0, 1] = bad
     for number in range(index.shard_count):
         part = list(index.shard(number))
         codes.write_shard(folder, index, number, ids[part], source.labels[part].numpy())
-        index.shards.append(codes.shard_record(folder, index, number))
+        index.shards.append(codes.read_record(folder, index, number))
     index.complete = True
     codes.write_index(folder, index)
     for path in folder.glob("done*"):
@@ -36,9 +41,22 @@ def read(root, split="train"):
     return build(plugin_config("visgen.data", "codes", root=root), split)
 
 
-def change(root, **values):
-    path = root / "train" / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def change(root, at="train", **values):
+    """Edits the index, which is then one without a checksum, as older versions wrote."""
+    path = root / at / "index.json"
+    kept = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("format", "checksum")}
+    path.write_text(json.dumps({**kept, **values}))
+
+
+def older(root):
+    """Makes of a cache what an older version wrote: arrays without a checksum behind them, SHA-256 in the index."""
+    index = json.loads((root / "train" / "index.json").read_text())
+    for number, record in enumerate(index["shards"]):
+        for part in record:
+            path = codes.shard_path(root / "train", number, part)
+            np.save(path, np.load(path))
+            record[part] = hashlib.sha256(path.read_bytes()).hexdigest()
+    change(root, shards=index["shards"])
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
@@ -55,7 +73,6 @@ def test_round_trip(tmp_path, vocab, dtype):
         assert sample["tokens"].tolist() == ids[i, 0].tolist()
         assert sample["label"] == i % 4
     assert data.labels.tolist() == [i % 4 for i in range(10)]
-    data.verify()
     with pytest.raises(IndexError):
         data.tokens(10)
 
@@ -94,9 +111,7 @@ def test_source_is_built_from_the_index(tmp_path):
     write(tmp_path, "held_out", images=6)
     source = read(tmp_path, "held_out").source()
     assert (type(source).__name__, source.split, len(source), source.image_size) == ("Synthetic", "held_out", 6, (8, 8))
-    path = tmp_path / "held_out" / "index.json"
-    moved = {**json.loads(path.read_text()), "source": {"kind": "folder", "root": str(tmp_path / "gone")}}
-    path.write_text(json.dumps(moved))
+    change(tmp_path, "held_out", source={"kind": "folder", "root": str(tmp_path / "gone")})
     with pytest.raises(
         UserError, match=r"the source of code cache .* cannot be opened: data\.root .*gone does not exist"
     ):
@@ -141,7 +156,7 @@ def test_truncated_missing_and_changed_shards(tmp_path, part):
     path = tmp_path / "train" / f"{part}_00001.npy"
     whole = path.read_bytes()
     path.write_bytes(whole[:-2])
-    with pytest.raises(UserError, match=f"{part}_00001.npy is truncated or damaged"):
+    with pytest.raises(UserError, match=f"{part}_00001.npy .*is truncated or damaged"):
         read(tmp_path)
     path.write_bytes(whole[:40])
     with pytest.raises(UserError, match="is truncated or damaged"):
@@ -150,8 +165,90 @@ def test_truncated_missing_and_changed_shards(tmp_path, part):
     with pytest.raises(UserError, match=f"{part}_00001.npy is missing"):
         read(tmp_path)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match=f"{part}_00001.npy.*damaged"):
+        read(tmp_path)
+    last = len(whole) - (20 if part == "codes" else 24)  # the lowest byte of the last value
+    path.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
+    with pytest.raises(UserError, match=f"{part}_00001.npy.*checksum"):
+        read(tmp_path)
+
+
+def test_caches_of_older_versions_are_read_and_compared_with_their_sha256(tmp_path):
+    ids = write(tmp_path)
+    older(tmp_path)
+    assert read(tmp_path).tokens(9).tolist() == ids[9].tolist()
+    path = codes.shard_path(tmp_path / "train", 2, "codes")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"codes_00002\.npy is damaged \(checksum"):
+        read(tmp_path)
+
+
+def test_a_shard_of_another_cache_is_refused(tmp_path):
+    write(tmp_path / "one")
+    write(tmp_path / "other", vocab=69999)
+    shutil.copy(*(codes.shard_path(tmp_path / name / "train", 1, "codes") for name in ("other", "one")))
+    with pytest.raises(UserError, match=r"codes_00001\.npy is damaged \(checksum"):
+        read(tmp_path / "one")
+
+
+def test_codes_and_labels_out_of_range_are_refused(tmp_path):
+    write(tmp_path)
+    change(tmp_path, vocab=69000)
+    with pytest.raises(UserError, match=r"holds code 69\d\d\d, the vocabulary has 69000"):
+        read(tmp_path)
+    change(tmp_path, vocab=70000, classes=["disc", "square"])
+    with pytest.raises(UserError, match=r"labels_0000\d\.npy holds label 3, the cache has 2 classes"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_vectors_that_are_not_finite_are_refused(tmp_path, value):
+    write(tmp_path, vocab=0, channels=1, bad=value)
+    with pytest.raises(UserError, match=r"codes_00001\.npy holds a value that is not finite"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("images", x) for x in (-1, 0, "10", 10.5, None, True)),
+        *(("grid", x) for x in ([], [1, 2], [1, 2, 0], [1, 2, "x"], 4)),
+        *(("image_size", x) for x in ([8], [-8, 8])),
+        *(("classes", x) for x in ([], [1], "ab", {})),
+        *(("shards", x) for x in ([], {}, [1, 2, 3], [{"codes": 1, "labels": 2}] * 3)),
+        *(("vocab", x) for x in (0, [], "x")),
+        *(("views", x) for x in ("all", [], None)),
+        *(("shard_images", x) for x in (0, -1, "x")),
+        *(("source", x) for x in ([], "x")),
+        *(("split", x) for x in ("x", None)),
+        ("news", 3),
+    ],
+)
+def test_an_index_that_was_edited_is_one_line(tmp_path, name, value):
+    write(tmp_path)
+    path = tmp_path / "train" / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "images": 11}))
+    with pytest.raises(UserError, match=r"index\.json is damaged \(its checksum differs"):
+        read(tmp_path)
+    change(tmp_path, **{"images": 10, name: value})
+    with pytest.raises(UserError, match=r"index\.json is damaged \(.*delete") as found:
+        read(tmp_path)
+    assert "\n" not in str(found.value)
+
+
+def test_one_process_of_a_host_compares(tmp_path, monkeypatch):
+    write(tmp_path)
+    path = codes.shard_path(tmp_path / "train", 1, "codes")
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert len(read(tmp_path)) == 10
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UserError, match="checksum"):
-        read(tmp_path).verify()
+        read(tmp_path)
 
 
 def test_shards_of_another_shape(tmp_path):

@@ -195,7 +195,7 @@ def test_writing_goes_on_after_the_last_whole_shard(teacher_dir: Path, tmp_path:
     kept, lost = (pairs.shard_path(data.folder, i) for i in (0, 1))
     stamp = kept.stat().st_mtime_ns
     lost.write_bytes(lost.read_bytes()[:90])
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is truncated or damaged"):
         build(pairs.Config(tmp_path), "train")
     lost.unlink()
     with pytest.raises(UserError, match=r"is missing; run the same `python -m visgen.trajectories` again"):

@@ -3,14 +3,13 @@
 A line is `{"image": "a/0.jpg", "text": "a red bird"}`; paths are relative to the file's folder. `text` may be a list,
 of which training draws one (LlamaGen's images have a long and a short caption; arXiv 2406.06525, section 3.2), and
 `map` may name a control map. Features lie in a folder, once for each caption, unpadded: `features_00000.npy` float16
-[sum of n, C], `lengths_00000.npy` [captions], `keys_00000.npy` uint8 [captions, 16], hashes of the captions.
+[sum of n, C], `lengths_00000.npy` [captions], `keys_00000.npy` uint8 [captions, 16], hashes of the captions. Opening
+the folder compares every file with the checksum that it carries (`arrays.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visgen import arrays
 from visgen.config import UserError
 from visgen.data import Split, _index
 from visgen.data._source import ImageConfig, ImageData, split_by_name
@@ -54,6 +54,10 @@ class Index:
     tokens: int
     channels: int
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not (self.tokens and self.channels):
+            raise ValueError(f"its tokens are {self.tokens}, its channels {self.channels}")
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,17 @@ class Features:
         self.folder, self.index = folder, read_index(folder)
         numbers = shard_numbers(folder)
         none = np.zeros((0, 16), np.uint8)
-        self.keys = np.concatenate([none, *(_load(folder, number, "keys") for number in numbers)])
-        lengths = [_load(folder, number, "lengths").astype(np.int64) for number in numbers]
+        self.keys = np.concatenate([none, *(_keys(folder, number) for number in numbers)])
+        lengths = [_lengths(folder, number, self.index) for number in numbers]
         self._shard = np.repeat(np.arange(len(numbers)), [len(each) for each in lengths])  # of every caption
         self._end = np.concatenate([np.zeros(0, np.int64), *(each.cumsum() for each in lengths)])  # in its shard
         self._length = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._numbers, self._open = numbers, [int(each.sum()) for each in lengths]
         self._maps = self._mapped()
+        if len(self.keys) != len(self._length):
+            raise UserError(f"{folder} has {len(self.keys)} keys and {len(self._length)} lengths; {_REMEDY}")
+        size = sum(each.nbytes for each in self._maps)
+        arrays.once_a_host(self._verify, range(len(numbers)), folder, size)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -198,7 +206,7 @@ class Features:
         return torch.from_numpy(text), torch.arange(self.index.tokens) >= self.index.tokens - int(count)
 
     def _mapped(self) -> list[np.ndarray]:
-        maps = [_load(self.folder, number, "features", mapped=True) for number in self._numbers]
+        maps = [_load(self.folder, number, "features") for number in self._numbers]
         for number, found, rows in zip(self._numbers, maps, self._open, strict=True):
             if found.shape != (rows, self.index.channels) or found.dtype != np.float16:
                 raise UserError(
@@ -206,6 +214,15 @@ class Features:
                     f"{(rows, self.index.channels)}; {_REMEDY}"
                 )
         return maps
+
+    def _verify(self, place: int) -> None:
+        """Compare the files of a shard with their checksums; all features must be finite."""
+        for part in ("features", "lengths", "keys"):
+            path = shard_path(self.folder, self._numbers[place], part)
+            arrays.verify(path, _load(self.folder, self._numbers[place], part), _REMEDY)
+        if not arrays.is_finite(self._maps[place]):
+            path = shard_path(self.folder, self._numbers[place], "features")
+            raise UserError(f"{path} holds a value that is not finite; {_REMEDY}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": []}  # a mapped file would be pickled as a copy of its bytes
@@ -238,24 +255,34 @@ def read_index(folder: Path) -> Index:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    _index.replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
+    _index.write_index(folder, index)
 
 
 def write_shard(folder: Path, number: int, captions: Sequence[str], features: Iterable[np.ndarray]) -> None:
-    """Writes the features float16 [n, C] of captions, so that they are there whole or not at all."""
+    """Write the features float16 [n, C] of captions, so that they are there whole or not at all."""
     parts = list(features)
     keys = np.frombuffer(b"".join(map(key_of, captions)), np.uint8).reshape(-1, 16)
     lengths = np.array([len(part) for part in parts], np.uint16)
     for part, array in (("features", np.concatenate(parts)), ("lengths", lengths), ("keys", keys)):
-        buffer = io.BytesIO()
-        np.save(buffer, array)
-        _index.replace(shard_path(folder, number, part), buffer.getbuffer())
+        arrays.write(shard_path(folder, number, part), array)
 
 
-def _load(folder: Path, number: int, part: str, mapped: bool = False) -> np.ndarray:
-    path = shard_path(folder, number, part)
-    try:
-        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); {_REMEDY}") from None
+def _load(folder: Path, number: int, part: str) -> np.ndarray:
+    return arrays.read(shard_path(folder, number, part), _REMEDY, _REMEDY, mapped=True)
+
+
+def _keys(folder: Path, number: int) -> np.ndarray:
+    keys = _load(folder, number, "keys")
+    if keys.dtype != np.uint8 or keys.shape[1:] != (16,):
+        raise UserError(f"{shard_path(folder, number, 'keys')} holds {keys.dtype} {keys.shape}; {_REMEDY}")
+    return keys
+
+
+def _lengths(folder: Path, number: int, index: Index) -> np.ndarray:
+    """Return the numbers of features of a shard's captions, int64 [captions]."""
+    lengths, path = _load(folder, number, "lengths"), shard_path(folder, number, "lengths")
+    if lengths.dtype.kind not in "iu" or lengths.ndim != 1:
+        raise UserError(f"{path} holds {lengths.dtype} {lengths.shape}; {_REMEDY}")
+    if lengths.size and not 0 < lengths.min() <= lengths.max() <= index.tokens:
+        raise UserError(f"{path} holds lengths {lengths.min()} to {lengths.max()}, not 1 to {index.tokens}; {_REMEDY}")
+    return lengths.astype(np.int64)

@@ -3,15 +3,13 @@
 A cache is `<root>/<split>/`: `index.json`, and per shard `codes_00000.npy` (uint16, uint32 above 65536 codes, float16
 of continuous tokens; mapped into memory) and `labels_00000.npy`. A training access draws one of the views (LlamaGen
 section 2.10 keeps two mirrors or ten crops), so crops and flips cost nothing. The index records the source, the views
-and the tokenizer's hash: a cache never meets a tokenizer that did not write it.
+and the tokenizer's hash: a cache never meets a tokenizer that did not write it. Opening compares every file with its
+checksum.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visgen import arrays
 from visgen.config import UserError, build, dump, load, plugin
 from visgen.data import Data, Split, Views, _index
+from visgen.files import read_json, write_json
 
 VERSION = 1
 CENTER = 4  # the centre crop's number among ten crops
@@ -61,6 +61,13 @@ class Index:
     complete: bool = False
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `write_shard`'s records, once complete
 
+    def __post_init__(self) -> None:
+        _index.check_sizes(self)
+        if not (self.images and self.shard_images) or bool(self.vocab) == bool(self.channels):
+            raise ValueError("its images, shard_images, vocab or channels make no cache")
+        if self.complete and (len(self.shards) != self.shard_count or not all(map(_is_record, self.shards))):
+            raise ValueError(f"it is complete, and has no checksums for its {self.shard_count} shards")
+
     @property
     def view_count(self) -> int:
         return {"center": 1, "flip": 2, "shift": 18, "ten_crop": 10 * len(self.ranges)}[self.views]
@@ -89,6 +96,9 @@ class Codes(Data):
     """Samples are `tokens` int64 [N] or float32 [N, C], `label` and `view`. Training draws a view; plain samples have
     the central one, 0.
 
+    Args:
+        index: of a cache that is not marked as complete yet; default: read, and refused where the cache is incomplete.
+
     Attributes:
         index: everything that `index.json` says.
         grid, vocab, channels, tokenizer_hash: of the tokenizer that wrote it; vocab or channels is None.
@@ -96,11 +106,11 @@ class Codes(Data):
 
     config: Config
 
-    def __init__(self, config: Config, split: Split) -> None:
+    def __init__(self, config: Config, split: Split, index: Index | None = None) -> None:
         self.config, self.split = config, split
         self.folder = Path(config.root).expanduser() / split
-        self.index = read_index(self.folder)
-        if not self.index.complete:
+        self.index = index or read_index(self.folder)
+        if index is None and not self.index.complete:
             done = sum(shard_path(self.folder, i, "done").is_file() for i in range(self.index.shard_count))
             raise UserError(
                 f"code cache {self.folder} is incomplete, {done} of {self.index.shard_count} shards; run "
@@ -111,12 +121,10 @@ class Codes(Data):
         self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
         self.vocab, self.channels = self.index.vocab or None, self.index.channels or None
         self.view_count = self.index.view_count
-        self._maps = self._open()
-        numbers = range(self.index.shard_count)
-        labels = [read_array(shard_path(self.folder, i, "labels")) for i in numbers]
-        self.labels = torch.from_numpy(np.concatenate(labels))
-        if self.labels.shape != (self.index.images,):
-            raise UserError(f"code cache {self.folder} has {len(self.labels)} labels of {self.index.images}; {_REMEDY}")
+        self._maps, numbers = self._open(), range(self.index.shard_count)
+        self.labels = torch.from_numpy(np.concatenate([_labels(self.folder, self.index, i) for i in numbers]))
+        size = sum(each.nbytes for each in self._maps)
+        arrays.once_a_host(self._verify, numbers, self.folder, size)
 
     def __len__(self) -> int:
         return self.index.images
@@ -163,17 +171,8 @@ class Codes(Data):
                 f"{tokenizer_hash[:12]}; pass that tokenizer, or encode again into another folder"
             )
 
-    def verify(self) -> None:
-        """Reads every shard and compares its checksum; minutes for a large cache.
-
-        Raises:
-            UserError: a shard's bytes changed.
-        """
-        for number, record in enumerate(self.index.shards):
-            for part in ("codes", "labels"):
-                path = shard_path(self.folder, number, part)
-                if hashlib.sha256(path.read_bytes()).hexdigest() != record[part]:
-                    raise UserError(f"{path} is not what was written (checksum); {_REMEDY}")
+    def _verify(self, number: int) -> None:
+        verify_shard(self.folder, self.index, number, self.index.shards[number])
 
     def _open(self) -> list[np.ndarray]:
         return [open_shard(self.folder, self.index, number) for number in range(self.index.shard_count)]
@@ -229,45 +228,69 @@ def read_index(folder: Path) -> Index:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    _index.replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
+    _index.write_index(folder, index)
 
 
 def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray) -> None:
-    """Writes codes of `index.shape` and labels [n], and last the record that marks the shard as done."""
-    record = {}
-    for part, array in (("codes", codes.astype(index.dtype)), ("labels", labels.astype(np.int64))):
-        buffer = io.BytesIO()
-        np.save(buffer, array)
-        record[part] = hashlib.sha256(buffer.getbuffer()).hexdigest()
-        _index.replace(shard_path(folder, number, part), buffer.getbuffer())
+    """Write codes of `index.shape` and labels [n], and last the record that marks the shard as done."""
+    record = {
+        "codes": arrays.write(shard_path(folder, number, "codes"), codes.astype(index.dtype)),
+        "labels": arrays.write(shard_path(folder, number, "labels"), labels.astype(np.int64)),
+    }
     write_record(folder, number, record)
 
 
 def write_record(folder: Path, number: int, record: dict[str, Any]) -> None:
-    """Marks a shard as done."""
-    _index.replace(shard_path(folder, number, "done"), json.dumps(record).encode())
+    """Mark a shard as done."""
+    write_json(shard_path(folder, number, "done"), record)
 
 
 def shard_record(folder: Path, index: Index, number: int) -> dict[str, Any] | None:
-    """Checksums of a shard that is whole, else None."""
+    """Return the checksums of a shard that is whole and as it was written, else None."""
+    record = read_record(folder, index, number)
+    try:
+        if record is not None:
+            verify_shard(folder, index, number, record)
+    except UserError:
+        return None
+    return record
+
+
+def read_record(folder: Path, index: Index, number: int) -> dict[str, Any] | None:
+    """Return the checksums of a shard that was written, else None; its files are not read."""
     done = shard_path(folder, number, "done")
     try:
-        open_shard(folder, index, number)
-        whole = read_array(shard_path(folder, number, "labels")).shape == index.shape(number)[:1]
-        record = json.loads(done.read_text()) if done.is_file() else index.shards[number] if index.shards else None
-    except (UserError, json.JSONDecodeError):
+        record = read_json(done, _REMEDY) if done.is_file() else index.shards[number] if index.shards else None
+    except UserError:
         return None
-    return record if whole else None
+    return record if _is_record(record) else None
+
+
+def verify_shard(folder: Path, index: Index, number: int, record: dict[str, Any]) -> None:
+    """Read the files of a shard and compare them with their checksums and their range.
+
+    Raises:
+        UserError: a file is not what was written, or holds no codes, vectors or labels.
+    """
+    codes, path = open_shard(folder, index, number), shard_path(folder, number, "codes")
+    arrays.verify(path, codes, _REMEDY, record["codes"])
+    if index.channels and not arrays.is_finite(codes):
+        raise UserError(f"{path} holds a value that is not finite; {_REMEDY}")
+    if index.vocab and codes.max(initial=0) >= index.vocab:
+        raise UserError(f"{path} holds code {codes.max()}, the vocabulary has {index.vocab}; {_REMEDY}")
+    path = shard_path(folder, number, "labels")
+    arrays.verify(path, arrays.read(path, _AGAIN, _REMEDY, mapped=True), _REMEDY, record["labels"])
+    _labels(folder, index, number)
 
 
 def open_shard(folder: Path, index: Index, number: int) -> np.ndarray:
-    """Maps a shard's codes, of `index.shape`.
+    """Map a shard's codes, of `index.shape`.
 
     Raises:
         UserError: missing, truncated, or of another shape.
     """
     path = shard_path(folder, number, "codes")
-    codes = read_array(path, mapped=True)
+    codes = arrays.read(path, _AGAIN, _REMEDY, mapped=True)
     if codes.shape != index.shape(number) or codes.dtype != index.dtype:
         raise UserError(
             f"{path} holds {codes.dtype} {codes.shape}, its index says {index.dtype} {index.shape(number)}; {_REMEDY}"
@@ -275,10 +298,22 @@ def open_shard(folder: Path, index: Index, number: int) -> np.ndarray:
     return codes
 
 
-def read_array(path: Path, mapped: bool = False) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_AGAIN}") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
+def _labels(folder: Path, index: Index, number: int) -> np.ndarray:
+    """Return a shard's labels [n] int64.
+
+    Raises:
+        UserError: missing, truncated, of another shape, or a label that is no class.
+    """
+    path = shard_path(folder, number, "labels")
+    labels, count = arrays.read(path, _AGAIN, _REMEDY), len(index.shard(number))
+    if labels.shape != (count,) or labels.dtype != np.int64:
+        raise UserError(f"{path} holds {labels.dtype} {labels.shape}, not {count} labels; {_REMEDY}")
+    if labels.min() < 0 or labels.max() >= len(index.classes):
+        bad = labels.min() if labels.min() < 0 else labels.max()
+        raise UserError(f"{path} holds label {bad}, the cache has {len(index.classes)} classes; {_REMEDY}")
+    return labels
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is a record of a shard, `write_shard`'s."""
+    return isinstance(value, dict) and all(isinstance(value.get(part), str) for part in ("codes", "labels"))

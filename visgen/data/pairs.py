@@ -2,14 +2,12 @@
 
 A set is `<root>/<split>/`: `index.json`, and per shard `tokens_00000.npy` [n, N] (uint16, uint32 above 65536 codes).
 Noise is not stored: pair i is of seed `first_seed` + i, from which noise follows exactly, and of label i modulo the
-number of classes. The index records the teacher and all settings of its draws.
+number of classes. The index records the teacher and all settings of its draws. Opening a set compares every file with
+the checksum that it carries (`arrays.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visgen import arrays
 from visgen.config import UserError
 from visgen.data import Data, Split, Views, _index
 
@@ -50,6 +49,11 @@ class Index:
     map_steps: int  # `nn.mixture.STEPS`
     precision: str  # that the teacher ran in
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        _index.check_sizes(self)
+        if not (self.pairs and self.shard_pairs and self.vocab):
+            raise ValueError(f"its pairs are {self.pairs}, its shard_pairs {self.shard_pairs}, its vocab {self.vocab}")
 
     @property
     def shard_count(self) -> int:
@@ -83,10 +87,10 @@ class Pairs(Data):
         self.classes, self.vocab = self.index.classes, self.index.vocab
         self.image_size = (self.index.image_size[0], self.index.image_size[1])
         self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
-        self.labels = self.index.labels(range(self.index.pairs))
         self._shards = self._open()
-        for number, tokens in enumerate(self._shards):
-            check_tokens(self.folder, self.index, number, tokens)
+        self.labels = self.index.labels(range(self.index.pairs))
+        size = sum(each.nbytes for each in self._shards)
+        arrays.once_a_host(self._verify, range(len(self._shards)), self.folder, size)
 
     def __len__(self) -> int:
         return self.index.pairs
@@ -105,6 +109,9 @@ class Pairs(Data):
 
     def _open(self) -> list[np.ndarray]:
         return [read_shard(self.folder, self.index, number) for number in range(self.index.shard_count)]
+
+    def _verify(self, number: int) -> None:
+        verify_shard(self.folder, self.index, number)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shards": []}  # a mapped file would be pickled as a copy of its bytes
@@ -135,42 +142,37 @@ def read_index(folder: Path) -> Index:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    _index.replace(folder / "index.json", json.dumps(dataclasses.asdict(index), indent=1).encode())
+    _index.write_index(folder, index)
 
 
 def read_shard(folder: Path, index: Index, number: int) -> np.ndarray:
-    """Maps the tokens [n, N] of a shard.
+    """Map the tokens [n, N] of a shard.
 
     Raises:
         UserError: missing, truncated, or of another shape.
     """
     path, wanted = shard_path(folder, number), (len(index.shard(number)), int(np.prod(index.grid)))
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_REMEDY}") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}); delete it, then {_REMEDY}") from None
+    tokens = arrays.read(path, _REMEDY, f"delete it, then {_REMEDY}", mapped=True)
     if tokens.shape != wanted:
         raise UserError(f"{path} holds {tokens.shape}, its index says {wanted}; delete it, then {_REMEDY}")
     return tokens
 
 
-def check_tokens(folder: Path, index: Index, number: int, tokens: np.ndarray) -> None:
-    """Raises `UserError` where the tokens of a shard, which are all read, are no ids of codes."""
+def verify_shard(folder: Path, index: Index, number: int) -> None:
+    """Read a shard, compare it with its checksum and its tokens with the vocabulary.
+
+    Raises:
+        UserError: it is missing, not what was written, or holds no ids of codes.
+    """
+    tokens, path = read_shard(folder, index, number), shard_path(folder, number)
+    arrays.verify(path, tokens, f"delete it, then {_REMEDY}")
     if tokens.dtype.kind != "u" or tokens.max(initial=0) >= index.vocab:
         found = tokens.dtype if tokens.dtype.kind != "u" else f"token {tokens.max()}"
         raise UserError(
-            f"{shard_path(folder, number)} is damaged: it holds {found}, codes are 0 to {index.vocab - 1}; delete it, "
-            f"then {_REMEDY}"
+            f"{path} is damaged: it holds {found}, codes are 0 to {index.vocab - 1}; delete it, then {_REMEDY}"
         )
 
 
 def write_shard(folder: Path, index: Index, number: int, tokens: np.ndarray) -> None:
-    """Writes tokens [n, N] so that they are there whole or not at all."""
-    path = shard_path(folder, number)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        np.save(file, tokens.astype(np.uint16 if index.vocab <= 65536 else np.uint32))
-    os.replace(temporary, path)
+    """Write tokens [n, N] so that they are there whole or not at all."""
+    arrays.write(shard_path(folder, number), tokens.astype(np.uint16 if index.vocab <= 65536 else np.uint32))
