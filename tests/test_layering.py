@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "__version__ checks installed / yaml_files parser files image_files / tensors arrays / config layout / "
+    "__version__ checks installed interrupts / program yaml_files parser files image_files / tensors arrays / "
+    "config layout / "
     "nn data metrics launch run_files / quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "

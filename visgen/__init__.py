@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import visgen.interrupts  # noqa: F401 (first: guards the imports that follow)
+
+# isort: split
 import os
 from typing import TYPE_CHECKING, Any
 

@@ -12,11 +12,8 @@ import difflib
 import functools
 import importlib
 import inspect
-import logging
-import os
 import pkgutil
 import re
-import select
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +23,15 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 
 from visgen import __version__
-from visgen.checks import LONGEST, UserError, check, cut, printable, shown
+from visgen.checks import UserError, check, cut, shown
 from visgen.installed import REPOSITORY as REPOSITORY  # relative paths of what it ships are looked up here too
 from visgen.parser import parse
+from visgen.program import run_program as run_program
 from visgen.yaml_files import layers, merge
 
 T = TypeVar("T")
 
+BOOLEANS = (bool, bool | None)
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
@@ -160,45 +159,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return merged
 
 
-def run_program(main: Callable[[], Any]) -> Any:
-    """Runs a program's `main`; a `UserError` becomes one line on stderr and exit code 2, Ctrl-C one and 130. Whoever
-    reads stdout may stop early, as `| head` does."""
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_Lines())
-    try:
-        try:
-            return main()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        if not _unread():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is flushed at exit goes there
-        raise SystemExit(128 + 13) from None
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
 # -------------------------------------------------------------------------------------------------- internals
-
-
-class _Lines(logging.Formatter):
-    """Shows our warnings, which may hold names of files and classes, as printable lines of bounded length."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        return cut(printable(text), LONGEST) if record.name.partition(".")[0] == "visgen" else text
-
-
-def _unread() -> bool:
-    """Whether stdout is a pipe that nobody reads any more, not a pipe of the program's own."""
-    watched = select.poll()
-    watched.register(1, 0)
-    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def _suggest(name: str, allowed: Sequence[str]) -> str:
@@ -356,12 +317,12 @@ def _check_flags(argv: list[str], leaves: dict[str, Any], cls: type) -> list[str
         parent, dot, last = name.rpartition(".")
         positive = parent + dot + last.removeprefix("no-")
         following = argv[i + 1] if i + 1 < len(argv) else "--"
-        boolean = leaves.get(known.get(name, "")) is bool
+        boolean = leaves.get(known.get(name, "")) in BOOLEANS
         if name in known:
             bare = boolean and not equals and following.startswith("--")
             value = _boolean(value) if boolean else value
             out.append(f"--{known[name]}=True" if bare else f"--{known[name]}{equals}{value}")
-        elif leaves.get(known.get(positive, "")) is not bool:
+        elif leaves.get(known.get(positive, "")) not in BOOLEANS:
             others = _kinds_with(cls, known.get(name, name.replace("-", "_")).split("."))
             hint = f": {others} has it" if others else _suggest(given, [f"--{option}" for option in known])
             raise UserError(f"unknown option '{cut(given, 200)}'{hint}; see --help")

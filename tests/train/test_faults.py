@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import survival
 import torch
 from pair import end_pair, start_pair
 from safetensors.torch import load_file
@@ -136,9 +137,9 @@ def test_a_second_signal_ends_at_once(monkeypatch):
         with faults.Stop(ALONE) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             if stop.received == "SIGTERM" and stop.agreed():
-                time.sleep(0.01)
+                time.sleep(0.3)
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(5)
+                time.sleep(20)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
 
@@ -220,3 +221,12 @@ def test_twenty_kills_change_nothing(tmp_path):
         a, b = (load_file(r / run_files.step_name(steps) / name) for r in (run, whole))
         assert all(torch.equal(a[n], b[n]) for n in a)
     assert metrics(run)[-1] == metrics(whole)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", survival.WAYS)
+@pytest.mark.parametrize("pipe", ["", "tee"])
+def test_a_training_survives(tmp_path, way, pipe):
+    words = ["train.py", *survival.FLAGS.split()]
+    found = survival.trial(way, "head" if way == "reader gone" else pipe, 0.5, tmp_path / "run", words)
+    assert found == (True, 0)

@@ -6,6 +6,7 @@ next, so that neither device nor host waits for it; whether a step is finite, by
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -21,9 +22,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from visgen.config import UserError
+from visgen.program import ONE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ONE = 1.0  # seconds within which signals count as one: a terminal's Ctrl-C comes again through the launcher
 
 
 class Stop:
@@ -31,10 +32,14 @@ class Stop:
     stays ignored where it is, as by nohup.
 
     Signals are dated as they arrive, by a thread: handlers may run much later, when a call into CUDA or NCCL is over.
+
+    Args:
+        last: whether the process ends soon after. Its handlers then stay: a copy of the signal that comes while the
+            process winds up must not change how it ends.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.received = ""  # name of the signal
+    def __init__(self, accelerator: Accelerator, last: bool = False) -> None:
+        self.received, self.last = "", last  # name of the signal
         self._before: dict[int, Any] = {}
         self._pending: tuple[Tensor, Any] | None = None
         world = accelerator.num_processes
@@ -51,12 +56,15 @@ class Stop:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._woken)
-        self._mouth.shutdown(socket.SHUT_RDWR)  # for readers that live on as well, which have the socket too
-        self._mouth.close()
-        self._listener.join()
+        if self.last:
+            atexit.register(_ignore, [*self._before])  # the interpreter itself resets handlers a moment before its end
+        else:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._woken)
+            self._mouth.shutdown(socket.SHUT_RDWR)  # for readers that live on as well, which have the socket too
+            self._mouth.close()
+            self._listener.join()
         if self._pending is not None and error[0] is None:
             self._pending[1].wait()
 
@@ -77,13 +85,18 @@ class Stop:
         return answer
 
 
+def _ignore(numbers: list[int]) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _listen(ear: socket.socket) -> None:
     """Ends the process at a signal that comes more than `ONE` after the first; itself when nobody can write."""
     first: float | None = None
     with ear:
         while numbers := ear.recv(64):
+            now = time.monotonic()
             for number in set(numbers) & set(SIGNALS):
-                now = time.monotonic()
                 first = now if first is None else first
                 if now - first > ONE:
                     os._exit(128 + number)  # no clean-up: it may be what hangs

@@ -6,18 +6,13 @@ Only the main process writes.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-import netrc
-import os
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
@@ -27,24 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from visgen.config import UserError
+from visgen import files
 from visgen.metrics.images import to_uint8
 from visgen.pictures import grid
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Weights & Biases; the files in the run directory are always written.
-
-    Attributes:
-        wandb: log there too; without an API key it logs offline.
-        project: its project.
-        name: of the run there; empty: the name of the run directory.
-    """
-
-    wandb: bool = True
-    project: str = "visgen"
-    name: str = ""
+from visgen.train.lines import Lines
+from visgen.train.remote import LogConfig, Remote
 
 
 class Meter:
@@ -100,84 +82,119 @@ class Meter:
 class Log:
     """The outputs of one run. On other processes than the main one every method does nothing.
 
+    `metrics` writes the file at once; `tell` shows on the terminal and in W&B what came since the last time. So the
+    loop can save a step before it talks about it. Neither raises whatever happens to disk, terminal or network.
+
     Args:
         values: the resolved config as plain values, for W&B.
         start: steps already done; later lines of `metrics.jsonl` are dropped, they will be written again.
+
+    Raises:
+        UserError: `metrics.jsonl` cannot be written at the start.
     """
 
     def __init__(
         self, config: LogConfig, run: Path, values: Mapping[str, Any], main: bool, start: int, steps: int
     ) -> None:
-        self.main, self.run, self.wandb = main, run, None
+        self.main, self.run, self.start, self.steps = main, run, start, steps
         self.console = Console(stderr=True)
+        self.failed: set[str] = set()  # what has failed and was said
+        self.untold: list[tuple[int, Mapping[str, float], str | None]] = []
         if not main:
             return
-        self.file = open(run / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115
-        _drop_after(self.file, start)
-        if config.wandb:
-            self.wandb, line = start_wandb(config, run, values)
-            self.console.print(line, highlight=False, soft_wrap=True)
+        self.lines = Lines(run / "metrics.jsonl")
+        self.lines.open(start)
+        self.remote = Remote(config, run, values)
+        if self.remote.line:
+            self.say(self.remote.line)
         columns = (
             TextColumn("{task.percentage:3.0f}%"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
         )
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=steps, completed=start, text="")
         self.bar.start()
-        self.steps, self.time = steps, time.monotonic()
+        self.time = time.monotonic()
 
     def advance(self) -> None:
         if self.main:
             self.bar.advance(self.task)
 
     def metrics(self, step: int, values: Mapping[str, float], loss: str | None = None) -> None:
-        """One line of `metrics.jsonl`; the bar (a plain line without a terminal) shows speed and `values[loss]`, or
-        all values where `loss` is not named."""
-        if not self.main:
+        """Write one line of `metrics.jsonl`; the bar (a plain line without a terminal) will show speed and
+        `values[loss]`, or all values where `loss` is not named."""
+        if not self.main or not values:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self.file.write(json.dumps({"step": step, **clean}) + "\n")
-        self.file.flush()
-        if self.wandb is not None:
-            self.wandb.log(dict(values), step=step)
-        if loss is None:
-            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        else:
-            text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
-            text += f"  {values['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in values else ""
-            text += f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
-            text += f"  data {values['data_wait']:.1%}"
-        self.bar.update(self.task, text=text)
-        if not self.console.is_terminal:
-            self.console.print(f"step {step}/{self.steps}  {text}", highlight=False, soft_wrap=True)
+        why = self.lines.add({"step": step, **clean})
+        if why:
+            self.warn("metrics", f"{self.lines.path} cannot be written ({why}); its lines are kept and tried again")
+        self.untold.append((step, values, loss))
+
+    def tell(self, warning: str = "") -> None:
+        """Show a `warning`, and what `metrics` has been given since the last time."""
+        if not self.main:
+            return
+        self._warn_of(warning)
+        for step, values, loss in self.untold:
+            self._warn_of(self.remote.log(values, step))
+            if loss is None:
+                text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            else:
+                text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
+                text += f"  {values['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in values else ""
+                text += f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
+                text += f"  data {values['data_wait']:.1%}"
+            self.bar.update(self.task, text=text)
+            if not self.console.is_terminal:
+                self.say(f"step {step}/{self.steps}  {text}")
+        self.untold = []
 
     def images(self, step: int, images: Tensor) -> None:
-        """Writes images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`, small ones enlarged."""
+        """Write images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`, small ones enlarged."""
         if not self.main:
             return
         path = self.run / "previews" / f"step_{step:07d}.png"
         path.parent.mkdir(exist_ok=True)
         columns = math.ceil(math.sqrt(len(images)))
-        Image.fromarray(grid(to_uint8(images).cpu(), columns)).save(path)
-        if self.wandb is not None:
-            import wandb
+        with files.publishing(path) as unfinished:
+            Image.fromarray(grid(to_uint8(images).cpu(), columns)).save(unfinished, format="PNG")
+        self._warn_of(self.remote.image("preview", path, step))
 
-            self.wandb.log({"preview": wandb.Image(str(path))}, step=step)
+    @contextlib.contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Turn a failure of the block, which only shows something, into one warning."""
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            self.warn(what, f"{what} failed ({reason}); the training goes on without")
 
     def say(self, line: str) -> None:
         if self.main:
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
+    def warn(self, what: str, line: str) -> None:
+        """Say a warning about `what` once."""
+        if what not in self.failed:
+            self.failed.add(what)
+            self.say(f"warning: {line}")
+
+    def _warn_of(self, line: str) -> None:
+        if line:
+            self.say(line)
+
     def close(self) -> None:
         if not self.main:
             return
+        self.tell()
         self.bar.stop()
-        self.file.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        if why := self.lines.flush():
+            self.say(f"warning: {self.lines.path} lacks {len(self.lines.waiting)} lines ({why})")
+        self._warn_of(self.remote.finish())
 
 
 def report(console: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> None:
@@ -188,62 +205,3 @@ def report(console: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, 
     console.print(table)
     for name, value in facts.items():
         console.print(f"{name:>12}  {value}", highlight=False, soft_wrap=True, markup=False)
-
-
-def start_wandb(config: LogConfig, run: Path, values: Mapping[str, Any], job: str = "train") -> tuple[Any, str]:
-    """A W&B run that keeps its files in the run directory and its id over resumes, and a line that says where it is."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("log.wandb is on, but wandb is not installed: pip install wandb, or --log.no-wandb") from None
-    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
-        os.environ.setdefault(name, str(run.resolve()))
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
-    identity = run / "wandb_id"
-    if not identity.exists():
-        identity.write_text(secrets.token_hex(4))
-    started = wandb.init(
-        project=config.project,
-        name=config.name or run.resolve().name,
-        id=identity.read_text(),
-        resume=None if mode == "offline" else "allow",
-        job_type=job,
-        mode=mode,  # type: ignore[arg-type]
-        config=dict(values),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-    if mode == "offline":
-        why = "WANDB_MODE" if os.environ.get("WANDB_MODE") else "no API key"
-        where = run / "wandb"
-        return started, f"W&B: offline ({why}), files in {where}; `wandb sync {where}/offline-run-*` uploads them"
-    return started, f"W&B: {started.url or mode}"
-
-
-def has_wandb_key() -> bool:
-    """Whether WANDB_API_KEY or a netrc entry of the W&B server is there."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    names = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    for path in (Path(n).expanduser() for n in names if n):
-        try:
-            if path.is_file() and netrc.netrc(path).authenticators(host):
-                return True
-        except (netrc.NetrcParseError, OSError):  # wandb itself reports a netrc that it cannot read
-            continue
-    return False
-
-
-def _drop_after(file: Any, step: int) -> None:
-    file.seek(0)
-    kept = []
-    for line in file:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # the last line of a killed process, or damaged
-            break
-    file.seek(0)
-    file.truncate()
-    file.writelines(kept)
-    file.flush()

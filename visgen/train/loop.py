@@ -56,6 +56,7 @@ def fit(
     values: Mapping[str, Any] | None = None,
     held_out: Callable[[], Data] | None = None,
     scoring: Scoring | None = None,
+    last: bool = False,
 ) -> None:
     """Trains `objective` on `data` in the run directory `run`.
 
@@ -64,6 +65,7 @@ def fit(
         values: the resolved config, for W&B.
         held_out: makes the data that previews and held-out losses are of; default `data`.
         scoring: distances of drawn images, on all processes.
+        last: whether the process ends after it; see `faults.Stop`.
 
     Raises:
         UserError: settings that do not fit together, what the objective's `setup` refuses, too many steps
@@ -105,7 +107,7 @@ def fit(
         elif _enough(state):
             out.say(f"{_lost(state)}; raise loop.patience to go on")
             return
-        _run(state, data, held_out, scoring, start, out)
+        _run(state, data, held_out, scoring, start, out, last)
     except RuntimeError as error:
         say_killed(error)
         raise
@@ -120,8 +122,9 @@ def _run(
     scoring: Scoring | None,
     start: int,
     out: Log,
+    last: bool,
 ) -> None:
-    """The steps from `start` on, and all that is due between them."""
+    """The steps from `start` on, and all that is due between them: look, save, then talk."""
     loop = state.loop
     looks = state.accelerator.is_main_process and (loop.preview_every or loop.eval_every)
     spare = state.objective.reading(held_out()) if looks and held_out is not None else data
@@ -129,13 +132,12 @@ def _run(
     clock, work = Clock(start), operations(state.objective)
     rate = peak(state.accelerator.device, loop.peak_tflops)
     most = None if rate is None else rate * state.accelerator.num_processes
-    with Stop(state.accelerator) as stop, contextlib.closing(_batches(state, data, start)) as source:
+    with Stop(state.accelerator, last) as stop, contextlib.closing(_batches(state, data, start)) as source:
         for step in range(start, loop.steps):
             with clock.waiting():
                 batches = next(source)
             train_step(state, batches, step)
-            done = step + 1
-            out.advance()
+            done, warning = step + 1, ""
             with clock.paused():
                 scored = scoring is not None and scoring.due(done, loop.steps)
                 average = state.ema.whole() if scored or _looks(loop, done) else state.ema.module
@@ -145,15 +147,18 @@ def _run(
             stopping = stop.agreed()
             saving = improved or stopping or _enough(state) or _due(done, loop.save_every, loop.steps)
             if saving or done % loop.log_every == 0:
-                means = read_meter(state, step, clock.share(), out)  # also before every save
+                means, warning = read_meter(state, step, clock.share())  # also before every save
                 facts = speeds(clock.lap(done), loop.batch, state.objective, work, most)
                 facts["epoch"] = done * loop.batch / len(data)
                 out.metrics(done, {**means, **facts}, f"{state.objective.export}/loss")
             with clock.paused():
                 if saving:
                     save(state, done)
+                out.advance()
+                out.tell(warning)
                 if preview is not None and _due(done, loop.preview_every, loop.steps):
-                    _preview(state, average, preview, done, out)
+                    with out.attempt("the preview"):
+                        _preview(state, average, preview, done, out)
             if _enough(state):
                 out.say(_lost(state))
                 break

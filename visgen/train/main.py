@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,16 +16,18 @@ from typing import Any
 import yaml
 
 from visgen import config as configs
-from visgen import run_files
+from visgen import files, run_files
 from visgen.config import UserError, plugin
 from visgen.data import Data, codes
 from visgen.installed import if_shipped, program
 from visgen.launch import memory, say, writable
+from visgen.objectives import Objective
+from visgen.program import lasting
 from visgen.train.ema import EmaConfig
-from visgen.train.log import LogConfig
 from visgen.train.loop import fit, make_accelerator
 from visgen.train.optim import OptimConfig
 from visgen.train.rehearsal import allocating, parameters, rehearse, require_memory
+from visgen.train.remote import LogConfig
 from visgen.train.scoring import ScoreConfig, Scoring
 from visgen.train.seeds import BUILD, seed_process
 from visgen.train.state import LoopConfig
@@ -73,11 +74,14 @@ class TrainConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; a `UserError` is one line on stderr and exit code 2."""
-    configs.run_program(lambda: train(list(sys.argv[1:] if argv is None else argv)))
+    configs.run_program(lambda: train(list(sys.argv[1:] if argv is None else argv), last=True))
 
 
-def train(argv: list[str]) -> None:
+def train(argv: list[str], last: bool = False) -> None:
     """Reads the config, checks the run directory, builds data and objective, and trains.
+
+    Args:
+        last: whether the process ends after it; see `faults.Stop`.
 
     Raises:
         UserError: no config, nets too large for this machine; see also `config.load`, `open_run` and `loop.fit`.
@@ -93,10 +97,14 @@ def train(argv: list[str]) -> None:
     if config.dry_run:
         print(json.dumps(parameters(rehearsed)))
         return
+    with lasting("stdout"), lasting("stderr"):
+        _train(with_run(config, argv), rehearsed, last)
+
+
+def _train(config: TrainConfig, rehearsed: Objective, last: bool) -> None:
     require_memory(rehearsed, config.objective, memory())
     config.loop.check(rehearsed)
     config.optim.check(config.loop.steps)
-    config = with_run(config, argv)
     loop, run = config.loop, Path(config.loop.out)
     accelerator = make_accelerator(loop)
     with open_run(config, run, lock=accelerator.is_main_process) as resume:
@@ -120,6 +128,7 @@ def train(argv: list[str]) -> None:
             values=configs.dump(config),
             held_out=lambda: held_out(config, data),
             scoring=Scoring(config.score, config.data) if config.score.every else None,
+            last=last,
         )
         accelerator.wait_for_everyone()  # or a group is taken down while another process still works in it
         accelerator.end_training()
@@ -149,7 +158,7 @@ def open_run(config: TrainConfig, run: Path, lock: bool = True) -> Iterator[Path
         UserError: it cannot be written, another training is at work in it, or its checkpoints are of another config.
     """
     new = not run.exists()
-    writable(run, "loop.out")
+    writable(run, "loop.out", "config.yaml", "metrics.jsonl")
     try:
         with locked(run) if lock else contextlib.nullcontext():
             yield find_resume(config, run)
@@ -234,9 +243,7 @@ def compare_config(config: TrainConfig, run: Path) -> None:
 
 def write_config(config: TrainConfig, run: Path) -> None:
     """Writes `config.yaml`, which `train.py` takes again."""
-    temporary = run / ".config.yaml.tmp"
-    temporary.write_text(yaml.safe_dump(configs.dump(config), sort_keys=False))
-    os.replace(temporary, run / "config.yaml")
+    files.write_text(run / "config.yaml", yaml.safe_dump(configs.dump(config), sort_keys=False))
 
 
 def held_out(config: TrainConfig, data: Data) -> Data:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from visgen.metrics.report import Report
-from visgen.train.log import LogConfig, start_wandb
+from visgen.train.remote import LogConfig, Remote
 
 
 def mirror_reports(reports: Mapping[str, Report], out: Path) -> None:
     """Mirrors evaluation reports, one per row of a table, into one W&B run: `eval/<protocol>/<metric>/<row>`."""
     values = {row: report.to_dict() for row, report in reports.items()}
-    run, line = start_wandb(LogConfig(), out, values, job="eval")
-    run.log({f"{key}/{row}": value for row, report in reports.items() for key, value in report.flat().items()})
-    run.finish()
-    print(line, file=sys.stderr)
+    remote = Remote(LogConfig(wandb=True), out, values, job="eval")
+    flat = {f"{key}/{row}": value for row, report in reports.items() for key, value in report.flat().items()}
+    for line in filter(None, (remote.line, remote.log(flat), remote.finish())):
+        print(line, file=sys.stderr)
 
 
 def mirror_sweep(values: Mapping[str, Any], out: Path) -> str:
@@ -28,12 +28,17 @@ def mirror_sweep(values: Mapping[str, Any], out: Path) -> str:
     `eval/<protocol>/<metric>/<cell>`, all pictures, and the report as an artifact. Without a key it is offline, in
     OUT/wandb, artifact included; without wandb nothing is mirrored, and the line says so.
     """
-    try:
-        import wandb
-    except ImportError:
-        return "W&B: not mirrored, wandb is not installed (pip install wandb); the report is complete without it"
     config = {**values["settings"], "protocol": values["protocol"], "git_revision": values["env"]["git_sha"]}
-    run, line = start_wandb(LogConfig(), out, config, job="eval")
+    remote = Remote(LogConfig(wandb=True), out, config, job="eval")
+    if remote.run is None:
+        return f"{remote.line}; the report is complete without it"
+    lines = (remote.line, remote.attempt(lambda run: _mirror(run, values, out)), remote.finish())
+    return "\n".join(filter(None, lines))
+
+
+def _mirror(run: Any, values: Mapping[str, Any], out: Path) -> None:
+    import wandb
+
     table = table_of(values)
     flat = {}
     for cell in values["cells"]:
@@ -46,8 +51,6 @@ def mirror_sweep(values: Mapping[str, Any], out: Path) -> str:
     for name in ("report.json", "report.md", *pictures):
         artifact.add_file(str(out / name), name=name)
     run.log_artifact(artifact)
-    run.finish()
-    return line
 
 
 def table_of(values: Mapping[str, Any]) -> list[list[Any]]:

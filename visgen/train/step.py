@@ -16,7 +16,6 @@ from visgen import run_files
 from visgen.config import UserError
 from visgen.data import Batch
 from visgen.nn.keyed import Rows
-from visgen.train.log import Log
 from visgen.train.optim import learning_rate
 from visgen.train.seeds import STEP, TURN, random_key, seed_process
 from visgen.train.shards import full, is_sharded, no_sync
@@ -94,8 +93,8 @@ def _step_if_finite(state: State, name: str, values: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def read_meter(state: State, step: int, data_wait: float, out: Log) -> dict[str, float]:
-    """Means since the last read, and the learning rates of `step`; says which steps were skipped.
+def read_meter(state: State, step: int, data_wait: float) -> tuple[dict[str, float], str]:
+    """Return the means since the last read with the learning rates of `step`, and a line about skipped steps or "".
 
     Raises:
         UserError: too many in a row. Nothing of them has entered the weights.
@@ -104,6 +103,7 @@ def read_meter(state: State, step: int, data_wait: float, out: Log) -> dict[str,
     row = max(means.pop(f"{name}/skipped_in_a_row", 0) for name in state.nets)
     skipped = {n: means.pop(f"{n}/skipped", 0) for n in state.nets}
     means |= {f"{n}/skipped": count for n, count in skipped.items() if count}
+    warning = ""
     if bad:
         what, first = min(bad.items(), key=lambda item: (item[1], "loss" not in item[0]))
         where = f"{what} is not finite at step {first + 1}"
@@ -114,9 +114,9 @@ def read_meter(state: State, step: int, data_wait: float, out: Log) -> dict[str,
                 f"{where}, nor were {row:.0f} steps in a row (loop.most_skipped {state.loop.most_skipped}); {last}; "
                 "lower optim.lr, lengthen optim.warmup or look at the data of that step"
             )
-        out.say(f"warning: {where}; {sum(skipped.values()):.0f} steps until step {step + 1} were skipped")
+        warning = f"warning: {where}; {sum(skipped.values()):.0f} steps until step {step + 1} were skipped"
     rates = {f"{n}/lr": learning_rate(s, step, state.loop.steps) for n, s in state.settings.items()}
-    return {**means, **rates}
+    return {**means, **rates}, warning
 
 
 def _precision(state: State, net: nn.Module) -> Any:
