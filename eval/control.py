@@ -33,10 +33,11 @@ from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.frechet import Moments, frechet_distance
 from visgen.metrics.kid import kid
+from visgen.metrics.plots import save_picture
 from visgen.metrics.protocol import SamplePlan, Score
 from visgen.metrics.report import Report, table
 from visgen.nn.control import Strength
-from visgen.pictures import grid, save_png
+from visgen.pictures import grid
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
@@ -194,7 +195,7 @@ def write_grid(of: cs.ControlSet, rows: dict[str, Tensor], path: Path, shown: in
     ]
     columns = torch.cat([of.pixels[:shown, None], maps[0][:, None], maps[1][:, None], first], 1)
     picture = Image.fromarray(grid(columns.flatten(0, 1), columns.shape[1]))
-    save_png(picture, path, {"columns": "picture, its map, map of the first image, images"})
+    save_picture(picture, path)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ from visgen.loading import load
 from visgen.metrics.features import FeatureExtractor, build_extractor
 from visgen.metrics.images import ImageAudit
 from visgen.metrics.neighbours import histograms, nearest, suspects
+from visgen.metrics.plots import save_picture
 from visgen.metrics.protocol import SamplePlan
 from visgen.metrics.report import Report
-from visgen.pictures import grid, save_png
+from visgen.pictures import grid
 from visgen.run_files import Step
 from visgen.sample import describe
 from visgen.sampling import SamplingConfig
@@ -130,9 +131,9 @@ def main() -> None:
     held_out = data.held_out.get_many(data.bases)["pixels"][:, 0]
     shown = {"neighbours": (pixels, "generated"), "neighbours_held_out": (held_out, "held_out")}
     for name, (images, of) in shown.items():
-        save_png(sheet(images, *near[of], data, settings.shown), out / f"{name}.png", {"command": report.command})
+        save_picture(sheet(images, *near[of], data, settings.shown), out / f"{name}.png")
     marks = [scores[name].terms["quantile"] for name in scores if name.startswith("generated_below")]
-    save_png(histograms(distances, marks), out / "distances.png", {"command": report.command})
+    save_picture(histograms(distances, marks), out / "distances.png")
     print(report.markdown())
 
 

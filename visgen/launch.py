@@ -108,7 +108,8 @@ _claimed: dict[Path, int] = {}  # directories that this process holds, by the nu
 def claim(directory: Path) -> None:
     """Keep other processes of ours that claim the directory out of it until this one ends, however it ends.
 
-    Of a launch the main process claims for all. A file system without locks lets all in.
+    The lock lies on a hidden file, for `files.locked` locks the directory itself. Of a launch the main process claims
+    for all. A file system without locks lets all in.
 
     Raises:
         UserError: another process holds it.
@@ -116,7 +117,7 @@ def claim(directory: Path) -> None:
     directory = directory.resolve()
     if directory in _claimed or os.environ.get("RANK", "0") != "0":
         return
-    number = os.open(directory, os.O_RDONLY)
+    number = os.open(directory / ".evaluation.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

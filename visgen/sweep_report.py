@@ -21,9 +21,10 @@ from visgen.files import write_text
 from visgen.metrics.frechet import Comparison, compare
 from visgen.metrics.intervals import holm
 from visgen.metrics.pareto import Point, pareto
+from visgen.metrics.plots import save_picture
 from visgen.metrics.protocol import finite
 from visgen.metrics.report import diagnose, environment, number, plus_minus
-from visgen.pictures import grid, save_png
+from visgen.pictures import grid
 from visgen.sweep import Found, Target
 
 SCHEMA = 1
@@ -109,10 +110,10 @@ class SweepReport:
         plots = self.plot(out)
         for found in self.found:
             picture = Image.fromarray(grid(found.pixels, max(1, round(len(found.pixels) ** 0.5))))
-            save_png(picture, out / f"grid_{found.cell.slug}.png", {"cell": found.cell.name})
+            save_picture(picture, out / f"grid_{found.cell.slug}.png")
         some = torch.cat([found.pixels[:SEEDS_SHOWN] for found in self.found])
         rows = Image.fromarray(grid(some, min(SEEDS_SHOWN, len(self.found[0].pixels))))
-        save_png(rows, out / "same_seeds.png", {"rows": [found.cell.name for found in self.found]})
+        save_picture(rows, out / "same_seeds.png")
         values = {**self.to_dict(), "plots": plots}
         write_text(out / "report.json", json.dumps(values, indent=1, sort_keys=True, default=str) + "\n")
         write_text(out / "report.md", self.markdown(values))

@@ -46,6 +46,12 @@ def save_panels(panels: Sequence[Panel], path: Path, title: str = "") -> None:
         figure.savefig(unfinished, format="png", metadata={"Software": None})  # the same bytes for the same numbers
 
 
+def save_picture(picture: Any, path: Path) -> None:
+    """Write a Pillow image as a PNG; see `publishing`."""
+    with publishing(path) as unfinished:
+        picture.save(unfinished, format="PNG")
+
+
 def _draw(axes: Any, panel: Panel) -> None:
     ticks = sorted({x for curve in panel.curves.values() for x, _, _ in curve})
     for i, (name, curve) in enumerate(panel.curves.items()):
