@@ -96,7 +96,7 @@ def test_every_image_is_asked_for_by_the_map_of_its_picture() -> None:
         def refills(self, sampler: object) -> bool:
             return False
 
-        def sample(self, labels: Any, seeds: Any, *rules: Any, control: Any, size: Any) -> Any:
+        def sample(self, labels: Any, seeds: Any, *rules: Any, control: Any, **more: Any) -> Any:
             asked.append((labels, seeds, control))
             return SimpleNamespace(pixels=torch.zeros(len(labels), 3, 32, 32, dtype=torch.uint8))
 

@@ -167,12 +167,25 @@ def test_a_warning_stands_once_with_its_cells() -> None:
 
 
 @pytest.mark.parametrize("damaged", ["cell.json", "images.safetensors"])
-def test_a_damaged_cell_is_made_again(report: Callable[..., dict[str, Any]], tmp_path: Path, damaged: str) -> None:
-    flags = ("--rows", "ar:", "--no-timed", "--batches", "1")
-    first = report(*flags)
-    (tmp_path / "out/cells/ar" / damaged).write_bytes(b"{")
-    again = report(*flags)
-    assert [cell["metrics"] for cell in again["cells"]] == [cell["metrics"] for cell in first["cells"]]
+def test_a_damaged_cell_is_made_again(
+    report: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    flags, made, real = ("--rows", "ar:", "--no-timed", "--batches", "1"), [], sweep.scale.drawn
+    monkeypatch.setattr(sweep.scale, "drawn", lambda *given: (made.append(given[3]), real(*given))[1])
+    first, path = report(*flags), tmp_path / "out/cells/ar" / damaged
+    whole, count = path.read_bytes(), len(made)
+    flipped = bytearray(whole)
+    if damaged == "cell.json":
+        at = whole.index(b'"value": ') + len(b'"value": ')
+        flipped[at] = ord("7") if whole[at] != ord("7") else ord("8")
+    else:
+        flipped[-20] ^= 1
+    for content in (b"{", bytes(flipped)):
+        path.write_bytes(content)
+        made.clear()
+        again = report(*flags)
+        assert [cell["metrics"] for cell in again["cells"]] == [cell["metrics"] for cell in first["cells"]]
+        assert len(made) == count
 
 
 def test_kid_by_base(report: Callable[..., dict[str, Any]]) -> None:

@@ -9,7 +9,6 @@ also compared with the first one, the baseline, image by image and with a paired
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from visgen import config as configs
 from visgen import evaluate as ev
-from visgen import scale, speed
+from visgen import scale, speed, tensors
 from visgen.config import UserError
 from visgen.data import Data
-from visgen.files import publishing, write_text
+from visgen.files import read_json, write_json
 from visgen.generate import Generator
 from visgen.launch import Progress
 from visgen.loading import load
@@ -41,6 +38,8 @@ from visgen.sample import describe
 from visgen.sampling import SamplingConfig
 from visgen.scored_data import check_checkpoint
 from visgen.small_set import SmallSet
+
+CELL, IMAGES = "cell.json", "images.safetensors"  # what is kept of a finished cell
 
 
 @dataclass(frozen=True)
@@ -349,10 +348,8 @@ def time_cell(cell: Cell, generator: Generator, run: Run, copy: float) -> list[d
 
 
 def _write(found: Found, folder: Path, identity: Mapping[str, str]) -> None:
-    tensors = {"nfe": found.nfe, "keys": found.keys, "pixels": found.pixels.contiguous()}
-    with publishing(folder / "images.safetensors") as unfinished:
-        save_file(tensors, unfinished)
-    text = {
+    tensors.write(folder / IMAGES, {"nfe": found.nfe, "keys": found.keys, "pixels": found.pixels})
+    values = {
         "identity": dict(identity),
         "scores": {name: score.to_dict() for name, score in found.scores.items()},
         "checks": found.checks,
@@ -360,17 +357,14 @@ def _write(found: Found, folder: Path, identity: Mapping[str, str]) -> None:
         "about": found.about,
         "seconds": found.seconds,
     }
-    write_text(folder / "cell.json", json.dumps(text, indent=1, sort_keys=True))
+    write_json(folder / CELL, values)
 
 
 def _read(cell: Cell, folder: Path, identity: Mapping[str, str], run: Run) -> Found | None:
     """What an earlier run found; None where it is not there, or of other images shown or batches timed."""
-    path = folder / "cell.json"
-    if not path.is_file():
-        return None
     try:
-        held, kept = json.loads(path.read_text()), load_file(folder / "images.safetensors")
-    except (json.JSONDecodeError, SafetensorError, OSError):  # damaged: it is made again
+        held, kept = read_json(folder / CELL, ""), tensors.read(folder / IMAGES, "")[0]
+    except UserError:  # absent or damaged: it is made again
         return None
     for name, value in identity.items():
         if held["identity"].get(name) != value:
