@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from test_processes import launch
 from toy import CLOCK
@@ -17,6 +18,7 @@ from toy import CLOCK
 import visgen
 from visgen import evaluate as ev
 from visgen.config import UserError, build, plugin_config
+from visgen.generate import Generator
 from visgen.metrics.features import build_extractor
 from visgen.metrics.protocol import SamplePlan
 from visgen.sampling import SamplingConfig
@@ -98,6 +100,7 @@ def test_random_numbers_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch
         ("--score.n 2", "score.n is 2; it must be at least 4"),
         ("--score.sampler.kind masked", "score.*: sampler masked is not for this model, whose tokens are codes"),
         ("--score.data.kind synthetic --score.data.image-size 32", "the data's image_size is (32, 32)"),
+        ("--score.data.kind synthetic --score.data.image-size 16 --score.data.classes 4", "has no class 'ring', which"),
         ("--score.data.kind codes --score.data.root nowhere", "score.every needs held-out pictures ("),
     ],
 )
@@ -110,6 +113,24 @@ def test_what_cannot_be_scored_is_refused_before_training(
     with pytest.raises(UserError) as error:
         train(words("refused", *given))
     assert message in str(error.value)
+
+
+def test_other_pictures_are_asked_for_by_the_name_of_their_class(
+    words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label 0 of a folder of triangles and squares is a square, which training calls 1."""
+    asked, real = set(), Generator.sample
+    monkeypatch.setattr(
+        Generator, "sample", lambda self, labels, *given: (asked.update(labels), real(self, labels, *given))[1]
+    )
+    for name in ("square", "triangle"):
+        for i in range(6):
+            path = tmp_path / "pictures" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (40 * i, 9, 200)).save(path)
+    flags = ["--score.data.kind", "folder", "--score.data.root", str(tmp_path / "pictures"), "--score.data.image-size"]
+    train(words("run", *SCORE.split(), *flags, "16", "--score.data.held-out-fraction", "0.7"))
+    assert asked == {1, 2}
 
 
 @pytest.mark.slow
