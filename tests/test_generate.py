@@ -54,6 +54,16 @@ def test_labels_by_number_and_name(generator: Generator, name: Any) -> None:
     assert generator.label(name) == 2 and type(generator.label(name)) is int
 
 
+@pytest.mark.parametrize(
+    ("known", "asked"), [("caf\u00e9", "Cafe\u0301"), ("CAFE\u0301", "caf\u00e9"), ("cafe\u0301", "cafe\u0301")]
+)
+def test_labels_in_another_unicode_form(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, known: str, asked: str
+) -> None:
+    monkeypatch.setattr(generator, "classes", ["bag", known, "Coat"])
+    assert generator.label(asked) == 1
+
+
 @pytest.mark.parametrize("name", [3, "3", -1, "-1", np.int64(9)])
 def test_labels_out_of_range(generator: Generator, name: Any) -> None:
     assert (

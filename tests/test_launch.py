@@ -83,6 +83,13 @@ def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monk
         assert len(told) == len(lines) and all(a.startswith(b) for a, b in zip(told, lines, strict=True))
 
 
+def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visgen.launch.EVERY", 0.0)
+    with Progress("[/x] [red] :smile: \x1b[2J") as step:
+        step(1, 2)
+    assert r"[/x] [red] :smile: \x1b[2J 1/2" in capsys.readouterr().err
+
+
 def test_a_machine_without_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**60, dtype=torch.uint8)

@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import reprlib
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,17 +74,18 @@ class Conditioned:
         return ", ".join(self.classes[:20]) + more
 
     def label(self, name: str | int) -> int:
-        """A class id from an id or a class name; a string that is both is the name."""
-        count, lowered = self.class_count, [c.lower() for c in self.classes]
+        """A class id from an id or a class name, in any letter case and Unicode form; a string that is both is the
+        name."""
+        count, lowered = self.class_count, [_folded(c) for c in self.classes]
         if isinstance(name, str) and name in self.classes:
             return self.classes.index(name)
         if isinstance(name, str) and not re.fullmatch(r"-?\d+", name):
-            if name.lower() not in lowered:
-                near = [c for c in self.classes if name and name.lower() in c.lower()]
-                near = near[:1] or difflib.get_close_matches(name, self.classes, 1)
+            if _folded(name) not in lowered:
+                near = [c for c in self.classes if name and _folded(name) in _folded(c)]
+                near = near[:1] or difflib.get_close_matches(name[:100], self.classes, 1)
                 perhaps = f" (perhaps '{near[0]}')" if near else ""
                 raise UserError(f"label '{name}' is unknown{perhaps}; the checkpoint knows {self.class_list}")
-            return lowered.index(name.lower())
+            return lowered.index(_folded(name))
         try:
             label = int(name) if isinstance(name, str) else operator.index(name)
         except TypeError:
@@ -352,3 +354,8 @@ def check_seed(seed: int) -> None:
     """Raises `UserError` for a number that `checks.Seed` does not hold."""
     if seed not in SEEDS:
         raise UserError(f"seed {seed} is no seed; it must lie within 0 and 2^63 - 1")
+
+
+def _folded(name: str) -> str:
+    """A name as it is compared: file systems and keyboards spell accents in different ways."""
+    return unicodedata.normalize("NFC", name.lower())

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from visgen.checks import printable
 from visgen.config import UserError
 
 EVERY = 30.0  # seconds between the lines that stand for a bar where there is no terminal
@@ -139,6 +140,11 @@ def say(line: str) -> None:
             print(line, file=sys.stderr)
 
 
+def console() -> Console:
+    """Return what writes to stderr: texts are taken as they are, since brackets in a name are no markup."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
 class Progress:
     """A progress bar with time left on stderr, in a job's log a line from time to time:
     `with Progress("sampling") as step: step(done, total)`."""
@@ -146,14 +152,14 @@ class Progress:
     def __init__(self, what: str, shown: bool = True) -> None:
         self.told = 0.0  # seconds from the start to the last line
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.completed}/{task.total}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self.bar = Bar(*columns, console=Console(stderr=True), disable=not shown)
-        self.task = self.bar.add_task(what, total=None)
+        self.bar = Bar(*columns, console=console(), disable=not shown)
+        self.task = self.bar.add_task(printable(what), total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
         self.bar.start()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visgen import __version__
 from visgen import config as configs
-from visgen.checks import Positive, Range, Seed
+from visgen.checks import Positive, Range, Seed, printable
 from visgen.conditioned import check_seed
 from visgen.config import UserError
 from visgen.data._clips import av
@@ -103,8 +103,8 @@ def _main(argv: Sequence[str]) -> None:
     if settings.prompt and features is None:
         features = generator.encode(settings.prompt, settings.text)
         for prompt in features.cut:
-            print(f"cut to {features.text.shape[1]} tokens: {prompt}", file=sys.stderr)
-    print(draw(generator, features or labels, settings, known, out, given))
+            print(f"cut to {features.text.shape[1]} tokens: {printable(prompt)}", file=sys.stderr)
+    print(printable(draw(generator, features or labels, settings, known, out, given)))
 
 
 def _check_asked(settings: SampleConfig) -> None:
@@ -143,7 +143,7 @@ def _read_controls(generator: Generator, settings: SampleConfig, size: tuple[int
     for (flag, s), maps in zip(asked, given, strict=True):
         for path, values in zip(s.files, maps.maps, strict=True):
             if values.amin() == values.amax():
-                print(f"--{flag}: the map of {path} is blank, one value everywhere", file=sys.stderr)
+                print(f"--{flag}: the map of {printable(path)} is blank, one value everywhere", file=sys.stderr)
     return given
 
 

@@ -108,6 +108,19 @@ def test_labels_by_name_and_none(tmp_path):
     assert source(bare).labels.tolist() == [0]
 
 
+def test_names_agree_in_any_unicode_form(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("a\ncafe\u0301\n", encoding="utf-8")
+    tar = write_tar(tmp_path / "n.tar", [("0.png", picture(0)), ("0.cls", "caf\u00e9".encode())])
+    assert source(tar, class_names=names).labels.tolist() == [1]
+    names.write_text("caf\u00e9\ncafe\u0301\n", encoding="utf-8")
+    with pytest.raises(UserError, match="twice"):
+        source(tar, class_names=names)
+    names.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read as text"):
+        source(tar, class_names=names)
+
+
 @pytest.mark.parametrize(
     ("members", "text"),
     [

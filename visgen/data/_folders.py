@@ -56,8 +56,8 @@ def find_samples(root: Path, split: Split, suffixes: Collection[str], what: str)
     """
     parts = _parts(root)
     folder, shared = parts[split], parts["train"] == parts["held_out"]
-    classes = _composed(parts["train"])
-    here = _composed(folder)
+    classes = _folders_of(parts["train"])
+    here = _folders_of(folder)
     unknown = sorted(set(here) - set(classes)) if classes else []
     if unknown:
         raise UserError(f"{folder}: class '{unknown[0]}' is not among the {len(classes)} classes of the train folder")
@@ -81,6 +81,11 @@ def find_samples(root: Path, split: Split, suffixes: Collection[str], what: str)
     return Samples(folder, list(classes) or ["all"], [p for _, p in taken], [label for label, _ in taken], shared)
 
 
+def composed(name: str) -> str:
+    """A class's name in Unicode's composed form, in which names are compared: file systems spell accents in two ways."""
+    return unicodedata.normalize("NFC", name)
+
+
 def missing(classes: Sequence[str], labels: Collection[int]) -> str:
     """The classes that no sample has, in the words of a message; empty if there are none."""
     bare = sorted(set(range(len(classes))) - set(labels))
@@ -93,7 +98,7 @@ def _parts(root: Path) -> dict[Split, Path]:
     Raises:
         UserError: it cannot be said which folder is which part.
     """
-    names = list(_composed(root).values())
+    names = list(_folders_of(root).values())
     train = [name for name in names if _letters(name) in TRAIN]
     held_out = sorted((n for n in names if _letters(n) in HELD_OUT), key=lambda n: HELD_OUT.index(_letters(n)))
     if not train:
@@ -107,9 +112,9 @@ def _parts(root: Path) -> dict[Split, Path]:
         return {"train": root / train[0], "held_out": root / held_out[0]}
     if len(names) == 1:
         return {"train": root / train[0], "held_out": root / train[0]}
-    inside = _composed(root / train[0])
+    inside = _folders_of(root / train[0])
     for other in (name for name in names if name != train[0]):
-        if both := sorted(inside.keys() & _composed(root / other)):
+        if both := sorted(inside.keys() & _folders_of(root / other)):
             raise UserError(
                 f"{root}: {train[0]}/ and {other}/ hold the same class folders, '{both[0]}' among them; call {other}/ "
                 f"held_out/ if it is held out, else move it away"
@@ -122,7 +127,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[\W_]", "", name.casefold())
 
 
-def _composed(folder: Path) -> dict[str, str]:
+def _folders_of(folder: Path) -> dict[str, str]:
     """{name in Unicode's composed form: name on disk} of the sub-folders, sorted by name on disk.
 
     Raises:
@@ -134,7 +139,7 @@ def _composed(folder: Path) -> dict[str, str]:
         e for e in scan(os.fsencode(folder)) if holds(e.is_dir) and not leads_up(os.path.realpath(e.path), above)
     ]
     for name in sorted(os.fsdecode(entry.name) for entry in entries):
-        other = names.setdefault(unicodedata.normalize("NFC", name), name)
+        other = names.setdefault(composed(name), name)
         if other != name:
             raise UserError(
                 f"{folder} has two folders called '{name}', which differ only in how Unicode spells them; merge them"

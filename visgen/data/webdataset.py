@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import tarfile
+from collections import Counter
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 from visgen.checks import shown
 from visgen.config import UserError
 from visgen.data import Split
-from visgen.data._folders import missing
+from visgen.data._folders import composed, missing
 from visgen.data._source import ImageConfig, ImageData, split_by_name
 from visgen.files import CHUNK, write_text
 from visgen.image_files import SUFFIXES, warn_once
@@ -264,7 +265,13 @@ def _class_names(path: Path | None) -> list[str]:
         return []
     if not path.is_file():
         raise UserError(f"data.class_names {path} does not exist; it is a text file with one class name per line")
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        names = [composed(line.strip()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.class_names {path} cannot be read as text ({error}); save it as UTF-8") from None
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise UserError(f"data.class_names {path} holds '{twice}' twice; each class needs a name of its own")
+    return names
 
 
 def _labels(shards: list[Path], indexed: list[list[Sample]], names: list[str]) -> np.ndarray:
@@ -274,7 +281,7 @@ def _labels(shards: list[Path], indexed: list[list[Sample]], names: list[str]) -
     out: list[int] = []
     for path, samples in zip(shards, indexed, strict=True):
         for s in samples:
-            label = numbers.get(s.label, s.label) if isinstance(s.label, str) else s.label
+            label = numbers.get(composed(s.label), s.label) if isinstance(s.label, str) else s.label
             label = 0 if unlabelled else label
             if not isinstance(label, int):
                 remedy = "list the names in data.class_names" if label else "add .cls or .json, see data.label"
