@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from visgen.checks import UserError
+from visgen.checks import UserError, printable
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def parse(cls: type[T], flags: list[str], prog: str | None) -> T:
     """
     options: Any = {"args": flags, "prog": prog, "config": (tyro.conf.FlagConversionOff,)}
     if "--help" in flags or "-h" in flags:
-        return tyro.cli(cls, **options)
+        return tyro.cli(cls, **{**options, "args": [printable(flag) for flag in flags]})
     options["config"] += (tyro.conf.HelptextFromCommentsOff,)  # nobody reads them now, and finding them takes long
     captured = io.StringIO()
     try:

@@ -87,6 +87,32 @@ def lasting(name: str) -> Iterator[None]:
             setattr(sys, name, before)
 
 
+class Escaped:
+    """A text stream that escapes control characters, but for the ends of lines: tables hold names from outside."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write("\n".join(map(printable, text.split("\n"))))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def escaping() -> Iterator[None]:
+    """Within it `sys.stdout` is `Escaped`, unless help is asked for, which has colours."""
+    before = sys.stdout
+    if before is not None and not {"--help", "-h"} & set(sys.argv):
+        sys.stdout = Escaped(before)
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
 class Interrupt:
     """A handler of Ctrl-C: the first raises KeyboardInterrupt, later ones within `ONE` second are the same, and one
     after that ends the process at once."""
@@ -117,7 +143,8 @@ def run_program(main: Callable[[], Any]) -> Any:
     with lasting("stderr"):
         try:
             try:
-                return main()
+                with escaping():
+                    return main()
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:

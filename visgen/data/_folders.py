@@ -82,7 +82,7 @@ def find_samples(root: Path, split: Split, suffixes: Collection[str], what: str)
 
 
 def composed(name: str) -> str:
-    """A class's name in Unicode's composed form, in which names are compared: file systems spell accents in two ways."""
+    """A class's name in Unicode's composed form: file systems spell accents in different ways."""
     return unicodedata.normalize("NFC", name)
 
 

@@ -23,7 +23,7 @@ from visgen.image_files import SUFFIXES, find_files
 @dataclass(frozen=True)
 class Config(ImageConfig):
     root: Path = Path("data")
-    """Folder with one sub-folder of images per class, or with train/ and held_out/ (val/, test/) of that layout."""
+    """Folder with one sub-folder of images per class, or with train/ and held_out/ (val/, ...) of that layout."""
     maps: Path | None = None
     """Folder of control maps: of each image one under the same path, whatever the suffix (`python -m visgen.maps`)."""
 

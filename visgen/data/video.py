@@ -29,7 +29,7 @@ from visgen.data._source import OnError, Readable, split_by_name
 @dataclass(frozen=True)
 class Config:
     root: Path = Path("data")
-    """Folder with one sub-folder of clips per class, or with train/ and held_out/ (val/, test/) of that layout."""
+    """Folder with one sub-folder of clips per class, or with train/ and held_out/ (val/, test/, ...) of that layout."""
     image_size: Positive = 256
     """Side of the square frames in pixels."""
     frames: Positive = 16

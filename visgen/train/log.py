@@ -23,6 +23,8 @@ from rich.table import Table
 from torch import Tensor
 
 from visgen import files
+from visgen.checks import printable
+from visgen.launch import console
 from visgen.metrics.images import to_uint8
 from visgen.pictures import grid
 from visgen.train.lines import Lines
@@ -97,7 +99,7 @@ class Log:
         self, config: LogConfig, run: Path, values: Mapping[str, Any], main: bool, start: int, steps: int
     ) -> None:
         self.main, self.run, self.start, self.steps = main, run, start, steps
-        self.console = Console(stderr=True)
+        self.console = console()
         self.failed: set[str] = set()  # what has failed and was said
         self.untold: list[tuple[int, Mapping[str, float], str | None]] = []
         if not main:
@@ -108,7 +110,7 @@ class Log:
         if self.remote.line:
             self.say(self.remote.line)
         columns = (
-            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.percentage:3.0f}%", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
@@ -175,7 +177,7 @@ class Log:
 
     def say(self, line: str) -> None:
         if self.main:
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            self.console.print(printable(line), soft_wrap=True)
 
     def warn(self, what: str, line: str) -> None:
         """Say a warning about `what` once."""
@@ -197,11 +199,11 @@ class Log:
         self._warn_of(self.remote.finish())
 
 
-def report(console: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> None:
+def report(shown: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> None:
     """What trains: one row per net (`net, parameters, trainable, optimiser`), then facts."""
     table = Table("net", "parameters", "trainable", "optimiser", title="what trains", title_justify="left")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    shown.print(table)
     for name, value in facts.items():
-        console.print(f"{name:>12}  {value}", highlight=False, soft_wrap=True, markup=False)
+        shown.print(printable(f"{name:>12}  {value}"), soft_wrap=True)
