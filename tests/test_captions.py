@@ -149,6 +149,8 @@ def test_without_features_samples_are_pictures(folder: Path) -> None:
         ('{"image": "a.png", "text": []}', r"line 1: `text` is \[\]"),
         ('{"image": "a.png", "text": ["a", 3]}', "it must be a caption, or a list of captions"),
         ('{"image": "a.png", "text": "a", "map": 3}', "line 1: `map` is 3"),
+        ("[" * 100_000, "line 1 is no JSON"),
+        ('{"image": "a.png", "text": "\\ud83d"}', "line 1 is no JSON"),
         (None, "does not exist"),
     ],
 )

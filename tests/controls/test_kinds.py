@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,3 +294,25 @@ def test_what_is_no_class_number_is_refused(values: np.ndarray, named: str, tmp_
     Image.fromarray(values).save(tmp_path / "x.tif")
     with pytest.raises(UserError, match=rf"x\.tif holds {named}, which is no class number; allowed: 0 to 255"):
         control("seg").read(tmp_path / "x.tif")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_label_maps_of_few_bits_are_not_stretched(bits: int, tmp_path: Path) -> None:
+    """Pillow shows the largest value of 4 bits as 255."""
+    numbers = [0, 1] * 4 if bits == 1 else [0, 1, 2, 3] * 2
+    row = int("".join(format(n, f"0{bits}b") for n in numbers), 2).to_bytes(bits)
+    header = struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n"
+    for name, chunk in ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")):
+        data += struct.pack(">I", len(chunk)) + name + chunk + struct.pack(">I", zlib.crc32(name + chunk))
+    (tmp_path / "x.png").write_bytes(data)
+    assert control("seg").read(tmp_path / "x.png")[:, 0].T.tolist() == colours()[numbers].tolist()
+
+
+@pytest.mark.parametrize("largest", [20, 255, 300])
+def test_a_pgm_may_name_its_largest_class(largest: int, tmp_path: Path) -> None:
+    numbers = [0, 1, 7, 20]
+    (tmp_path / "x.pgm").write_bytes(
+        f"P5\n4 1\n{largest}\n".encode() + np.array(numbers, ">u2" if largest > 255 else "u1").tobytes()
+    )
+    assert control("seg").read(tmp_path / "x.pgm")[:, 0].T.tolist() == colours()[numbers].tolist()

@@ -20,6 +20,7 @@ from visgen.config import UserError
 from visgen.controls import ControlConfig
 from visgen.controls._network import NetworkControl
 from visgen.data._images import open_picture
+from visgen.image_files import decoding, opened
 from visgen.nn.control import Resize
 
 
@@ -61,6 +62,8 @@ class Seg(NetworkControl):
         numbers = class_numbers(open_picture(path, flag, "map"))
         if numbers is None:
             return super().read(path, invert, flag)
+        factor = stretch(path)
+        numbers = np.round(numbers / factor) if factor > 1 else numbers
         known = (numbers >= 0) & (numbers <= 255) & (numbers == np.round(numbers))  # false for NaN
         if not known.all():
             raise UserError(f"{flag} {path} holds {numbers[~known][0]}, which is no class number; allowed: 0 to 255")
@@ -72,6 +75,17 @@ def class_numbers(picture: Image.Image) -> np.ndarray | None:
     if picture.mode in ("LA", "La", "PA"):
         return np.where(np.asarray(picture.getchannel(1)) > 127, np.asarray(picture.getchannel(0)), 0)
     return np.asarray(picture) if picture.mode in ("1", "L", "P", "F") or picture.mode[0] == "I" else None
+
+
+def stretch(path: Path) -> float:
+    """By what Pillow multiplies grey values that fill less than the range of its mode: those of 2 or 4 bits, and those
+    of a PGM whose header names a largest value."""
+    with decoding(path), opened(path) as picture:
+        parts = picture.tile[0].args if picture.tile else ""
+        parts = parts if isinstance(parts, tuple) else (parts,)
+        if picture.format == "PPM" and len(parts) == 2 and isinstance(parts[1], int):
+            return (255 if picture.mode == "L" else 65535) / parts[1]
+        return {"L;2": 85.0, "L;4": 17.0}.get(str(parts[0])[:3], 1.0)
 
 
 def colours() -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from visgen import arrays
+from visgen.checks import shown
 from visgen.config import UserError
 from visgen.data import Split, _index
 from visgen.data._source import ImageConfig, ImageData, split_by_name
@@ -125,12 +126,13 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         raise UserError(f'data.file {path} does not exist; pass JSON lines {{"image": PATH, "text": CAPTION}}')
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not text.strip():
             continue
         try:
             found = json.loads(text)
-        except json.JSONDecodeError as error:
+            json.dumps(found, ensure_ascii=False).encode()  # half a character, as in "\ud83d", cannot be hashed
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number} is no JSON ({error}); mend it") from None
         lines.append(_line(found, f"{path}, line {number}"))
     if not lines:
@@ -142,11 +144,11 @@ def _line(found: Any, where: str) -> Line:
     image, texts, control = (found.get(k) if isinstance(found, dict) else None for k in ("image", "text", "map"))
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(image, str) or not image:
-        raise UserError(f"{where}: `image` is {image!r}; it must be the path of an image")
+        raise UserError(f"{where}: `image` is {shown(image)}; it must be the path of an image")
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where}: `text` is {texts!r}; it must be a caption, or a list of captions")
+        raise UserError(f"{where}: `text` is {shown(texts)}; it must be a caption, or a list of captions")
     if control is not None and not isinstance(control, str):
-        raise UserError(f"{where}: `map` is {control!r}; it must be the path of a control map")
+        raise UserError(f"{where}: `map` is {shown(control)}; it must be the path of a control map")
     return Line(image, tuple(texts), control)
 
 

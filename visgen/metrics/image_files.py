@@ -21,7 +21,9 @@ from visgen.image_files import SUFFIXES, Unreadable, decoding, find_files, open_
 
 KEY = "arr_0"
 LOSSY = frozenset({".jpg", ".jpeg", ".jfif", ".avif", ".gif"})
-NO_SAMPLE = re.compile(r"grid\.png|control_[a-z0-9-]+-[0-9a-f]{8}\.png")  # the names that `pictures` gives
+NO_SAMPLE = re.compile(
+    r"grid(-[0-9a-f]{6})?\.png|control_[a-z0-9-]+-[0-9a-f]{8}\.png"
+)  # the names that `pictures` gives
 
 
 class NpzImages:
