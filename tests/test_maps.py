@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,13 @@ def folder(root: Path, **options: Any) -> Any:
 
 def test_maps_of_a_folder_are_made_once(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "a" / "broken.png").write_text("no picture")
+    Image.new("L", (1, 60_000)).save(photos / "a" / "thin.png")
+    os.mkfifo(photos / "a" / "pipe.png")
     flags = ["--root", str(photos), "--out", str(tmp_path / "maps"), "--device", "cpu"]
     program.main(flags)
     said = capsys.readouterr()
-    assert "3 maps made, 0 were there, 1 unreadable" in said.out and "broken.png cannot be read" in said.err
+    assert "3 maps made, 0 were there, 2 unreadable" in said.out and "broken.png cannot be read" in said.err
+    assert "thin.png cannot be read" in said.err and "pipe.png" in said.err
     found = sorted(str(p.relative_to(tmp_path / "maps")) for p in (tmp_path / "maps").rglob("*.*"))
     assert found == ["a/0.png", "a/1.png", "b/deep/2.png"]
     canny = build(plugin_config("visgen.controls", "canny"))

@@ -21,9 +21,11 @@ from visgen.checks import printable
 from visgen.config import UserError, build, load, plugin, run_program
 from visgen.controls import Control, as_map
 from visgen.files import publishing
-from visgen.image_files import SUFFIXES, Unreadable, find_files, read_image
+from visgen.image_files import SUFFIXES, Unreadable, decoding, find_files, read_image, require_resizable
 from visgen.launch import Progress, device_of, writable
 from visgen.metrics.images import to_uint8
+
+SIDE = 512  # pixels of the shorter side of what a network is shown, at most
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ def main(argv: Sequence[str]) -> None:
 
 def write_map(control: Control, path: Path, target: Path, device: torch.device) -> None:
     """The map of one image."""
-    pixels = as_map(read_image(path)).to(device).float() / 127.5 - 1
+    picture = read_image(path)
+    with decoding(path):
+        require_resizable(picture.size, SIDE)
+    pixels = as_map(picture).to(device).float() / 127.5 - 1
     values = to_uint8(control.extract(pixels[None, None])[0, 0]).cpu().permute(1, 2, 0).contiguous().numpy()
     target.parent.mkdir(parents=True, exist_ok=True)
     with publishing(target) as unfinished:

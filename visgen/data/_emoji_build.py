@@ -22,7 +22,7 @@ from PIL import Image
 
 from visgen.config import UserError, load
 from visgen.data._emoji_concepts import CATEGORIES, normalise, read_labels, toned
-from visgen.image_files import Unreadable, read_image
+from visgen.image_files import LARGEST, Unreadable, read_image
 
 Style = Literal["fluent", "noto", "twemoji"]
 COLUMNS = 32  # tiles in a row of a sheet, and rows in a sheet
@@ -187,6 +187,8 @@ def _picture(file: Path) -> Image.Image:
     except Unreadable as error:
         raise UserError(f"{file} cannot be read ({error.reason}); unpack its package again") from None
     side = max(image.size)
+    if side * side > LARGEST:
+        raise UserError(f"{file} is {image.width} x {image.height} pixels, too large; unpack its package again")
     square = Image.new("RGB", (side, side), "white")
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
