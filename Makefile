@@ -17,15 +17,15 @@ env: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visgen needs Python >= 3.11, $(PYTHON) is %d.%d; use make PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch and what else visgen needs into $(VENV): once, some minutes, several GB"
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -e '.[dev]'
+	$(BIN)/pip install -e '.[dev]'
 	@touch $@
 
 demo: env
 	$(BIN)/python sample.py configs/sample/demo.yaml --out out/demo
 ifneq ($(wildcard $(CONTROL)/config.yaml),)
 	$(BIN)/python sample.py configs/sample/demo_canny.yaml --checkpoint $(CONTROL) --out out/demo/canny
-	cp out/demo/canny/grid.png out/demo/canny.png
 endif
 
 lint: env

@@ -65,6 +65,16 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_folders_left() -> Iterator[None]:
+    """Fails where a test left a folder in the repository, such as a program's default --out."""
+    root = Path(__file__).parents[1]
+    before = set(root.iterdir())
+    yield
+    left = [p.name for p in set(root.iterdir()) - before if p.name in ("out", "runs", "data_cache", "wandb")]
+    assert not left, f"{left}: give the programs that tests run an --out of their own"
+
+
+@pytest.fixture(scope="session", autouse=True)
 def sheets_read_once() -> Iterator[None]:
     """Emoji sheets that did not change on disk are decoded once for all tests of a process."""
     real, known = emoji.read_sheets, {}

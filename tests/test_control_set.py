@@ -204,7 +204,9 @@ def test_a_model_of_texts_is_asked_by_the_captions(
     texts = torch.cat([text for _, text in asked])[:16]
     assert all(labels is None for labels, _ in asked)
     assert torch.equal(texts, held_out.get_many(range(8))["text"].float().repeat_interleave(2, 0))
-    monkeypatch.setattr(sys, "argv", ["control", "--checkpoint", str(checkpoint), *SMALL.split()])
+    monkeypatch.setattr(
+        sys, "argv", ["control", "--checkpoint", str(checkpoint), *SMALL.split(), "--out", str(tmp_path / "other")]
+    )
     with pytest.raises(SystemExit):
         run_program(program("control").main)
     assert "data.kind 'synthetic' gives no features of any" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_help_names_the_command_that_was_called(
     with pytest.raises(SystemExit):
         sample.main(["--help"])
     assert capsys.readouterr().out.startswith(f"usage: {name} ")
+
+
+def test_an_editable_install_is_a_path() -> None:
+    """A path wins over a clone, called visgen, that lies in the current folder; a finder does not."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": "."}
 
 
 def test_every_program_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

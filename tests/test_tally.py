@@ -145,11 +145,12 @@ def test_nan_features_and_small_sets_are_refused() -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
     """Runs a program; the line with which it refuses, or nothing."""
 
     def go(name: str, *flags: Any) -> str:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, flags)])
+        out = [] if "--out" in flags else ["--out", str(tmp_path / "by_default")]
+        monkeypatch.setattr(sys, "argv", [name, *map(str, flags), *out])
         try:
             run_program(program(name).main)
         except SystemExit:
