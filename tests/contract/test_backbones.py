@@ -121,8 +121,8 @@ class Masked(Blocks):
         self.known = torch.arange(0, self.tokens, 2)
 
     def full(self, tokens: Tensor, cond: Prefix) -> Tensor:
-        hidden = torch.ones(len(tokens), self.tokens).index_fill(1, self.known, -1.0)
-        return self.backbone(tokens, None, cond=cond, level=hidden)
+        level = torch.zeros(len(tokens), self.tokens).index_fill(1, self.known, -1.0)  # 0 hides
+        return self.backbone(tokens, None, cond=cond, level=level)
 
     def sees(self) -> Tensor:
         return (torch.arange(self.tokens) % 2 == 0).expand(self.tokens, -1)

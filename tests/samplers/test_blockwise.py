@@ -140,6 +140,28 @@ def test_known_tokens_within_a_block_steer_the_others(make_blocks: Callable[...,
     assert not torch.allclose(found[~mask], free[~mask], atol=1e-2)
 
 
+def test_known_tokens_within_a_block_are_read_at_its_time(make_blocks: Callable[..., Any]) -> None:
+    model = make_blocks()
+    known = torch.randn(3, 16, C, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(16) % 3 == 0).expand(3, -1)
+    engine, seen = Engine(model), []
+    denoise = engine.denoise
+
+    def spied(values: Tensor, index: Tensor, level: Tensor) -> Tensor:
+        seen.append((values.clone(), model.backbone.raster(index), level.clone()))
+        return denoise(values, index, level)
+
+    engine.denoise = spied  # type: ignore[method-assign]
+    engine.begin({"label": LABELS}, (known, mask))
+    engine.run(made(), Noise(SEEDS))
+    noised = [(values, at, level) for values, at, level in seen if level >= 0]
+    assert len(noised) == 4 * 3, "four blocks, three steps"
+    for values, at, level in noised:
+        kept = mask[:, at[0]]
+        wanted = model.head.path.noised(known[:, at[0]], Noise(SEEDS).normal(at, C, Stream.DENOISE), level)
+        assert kept.any() and torch.allclose(values[kept], wanted[kept], atol=1e-5)
+
+
 def test_a_clip_goes_on_past_the_trained_length(make_blocks: Callable[..., Any]) -> None:
     model = make_blocks((4, 2, 2), (2, 2, 2))
     short, long = decode(model, 1.5), decode(model, 1.5, frames=12)
