@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import wandb
 from test_faults import raise_at
 from toy import metrics, train
 
@@ -154,7 +155,7 @@ def test_nothing_of_wandb_ends_a_run(tmp_path, monkeypatch, capsys, failing):
 
 
 def test_without_a_network_wandb_is_offline(tmp_path, monkeypatch):
-    wandb, modes = pytest.importorskip("wandb"), []
+    modes = []
 
     def init(**settings):
         modes.append(settings["mode"])
@@ -195,7 +196,6 @@ def test_previews_are_sent_only_where_wandb_is_asked_for_by_name(tmp_path, monke
     monkeypatch.setattr(remote, "_start", lambda *args: (service, ""))
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "Image", lambda path: path)
     found = Remote(LogConfig(wandb=setting), tmp_path, {})
     assert found.log({"a": 1.0}) == "" and found.image("preview", tmp_path / "a.png", 1) == ""
