@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from visgen import files
 from visgen.checks import UserError
+from visgen.data import fashion_mnist
 
 
 def test_a_failed_write_leaves_the_older_file_and_no_rest(tmp_path: Path) -> None:
@@ -55,3 +57,16 @@ def test_the_checksum_is_of_all_bytes(tmp_path: Path, monkeypatch: pytest.Monkey
     files.write_bytes(tmp_path / "a", data)
     monkeypatch.setattr(files, "CHUNK", 7)
     assert files.crc32(tmp_path / "a") == zlib.crc32(data)
+
+
+def test_a_user_without_a_home_keeps_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setenv("HOME", "/home/me")
+    assert files.from_home("~/a") == Path("/home/me/a") and files.from_home(Path("b")) == Path("b")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert files.from_home("~/a") == Path("~/a")
+    with pytest.raises(UserError, match="Fashion-MNIST: no absent"):
+        fashion_mnist._find(fashion_mnist.Config(), "absent")

@@ -192,7 +192,7 @@ def test_images_of_other_settings_stay_and_the_new_ones_lie_beside_them(
     first = pictures_in(tmp_path)
     assert sorted(first) == ["0001_000000.png", "0001_000001.png", "grid.png"]
     run(checkpoint_dir, tmp_path, "--num", "2", "--label", "1")
-    assert pictures_in(tmp_path) == first and "equal names" not in capsys.readouterr().out
+    assert pictures_in(tmp_path) == first and "ends in" not in capsys.readouterr().out
     for times in (1, 2):
         run(checkpoint_dir, tmp_path, "--num", "2", "--label", "1", "--warp.top-k", "3")
         both = pictures_in(tmp_path)
@@ -201,8 +201,8 @@ def test_images_of_other_settings_stay_and_the_new_ones_lie_beside_them(
         ends = {name[11:] for name in both if re.fullmatch(r"0001_00000[01]-[0-9a-f]{6}\.png", name)}
         assert len(grids) == len(ends) == 1
         printed = capsys.readouterr().out
-        assert f"{grids[0]}; older images kept there: 2, 2 of them of equal names" in printed
-        assert printed.endswith(f"end in {ends.pop().removesuffix('.png')}\n")
+        assert f"{grids[0]}; older images kept there: 2; 2 with the label and seed of a new one" in printed
+        assert printed.endswith(f"ends in {ends.pop().removesuffix('.png')}\n")
     assert settings_of(tmp_path / grids[0])["warp"]["top_k"] == 3
 
 

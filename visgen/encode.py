@@ -28,6 +28,7 @@ from visgen.config import UserError, build, load, plugin, run_program
 from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
+from visgen.files import from_home
 from visgen.launch import Progress, cpus, on_cpu
 from visgen.metrics.features import exact_float32
 from visgen.tokenizers import Tokenizer
@@ -128,7 +129,7 @@ def encode(
         ranges=list(ranges) if views == "ten_crop" else [],
         shard_images=shard,
     )
-    folder = Path(out).expanduser() / data.split
+    folder = from_home(out) / data.split
     index = _agreed(folder, wanted)
     missing = [i for i in range(index.shard_count) if cache.shard_record(folder, index, i) is None]
     first = state is None or state.is_main_process

@@ -24,6 +24,11 @@ JSON_LIMIT = 1 << 26  # bytes of a JSON file of ours
 FORMAT = "visgen/2"  # entry `format` of a file that carries its own checksum
 
 
+def from_home(path: Path | str) -> Path:
+    """Return the path with the home directory for a leading `~`; as it is where the user has no home."""
+    return Path(os.path.expanduser(path))
+
+
 def temporary(path: Path) -> Path:
     """Return a hidden name beside `path` that no other call uses."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")

@@ -218,7 +218,7 @@ def draw(
     older = sum(re.fullmatch(NAME, p.name) is not None for p in out.iterdir()) - total
     beside = f"; older images kept there: {older}" if older > 0 else ""
     if apart:
-        beside += f", {apart} of them of equal names: the new names end in {written[-1].stem[-7:]}"
+        beside += f"; {apart} with the label and seed of a new one, which ends in {written[-1].stem[-7:]}"
     said = f"{total} image{'s' * (total > 1)} in {seconds:.2f} s ({total / seconds:.1f} images/s, NFE {nfe}{told})"
     return f"{said} -> {grid}{beside}"
 

@@ -17,6 +17,7 @@ from visgen import config as configs
 from visgen.config import UserError, kind_of
 from visgen.data import Data, Split, codes
 from visgen.data._classes import match_classes
+from visgen.files import from_home
 from visgen.generate import Generator
 from visgen.launch import say
 from visgen.tokenizers import Tokenizer
@@ -35,7 +36,7 @@ def build_pictures(config: Any, split: Split) -> Data:
         return configs.build(config, split)
     made = f"one of {', '.join(k for k in configs.kinds('visgen.data') if k not in TOKENS)}"
     with contextlib.suppress(UserError):
-        made = codes.read_index(Path(config.root).expanduser() / split).source["kind"] if kind == "codes" else made
+        made = codes.read_index(from_home(config.root) / split).source["kind"] if kind == "codes" else made
     raise UserError(
         f"data.kind {kind} ({config.root}) gives tokens, pictures are needed: pass --data.kind and the settings of the "
         f"data that the {kind} were made from ({made})"

@@ -25,6 +25,7 @@ from visgen.checks import shown
 from visgen.config import UserError
 from visgen.data import Split, _index
 from visgen.data._source import ImageConfig, ImageData, split_by_name
+from visgen.files import from_home
 
 VERSION = 1
 _REMEDY = "delete the folder and run `python -m visgen.captions` again"
@@ -83,7 +84,7 @@ class Captions(ImageData):
         super().__init__(config, split)
         self.classes = ["all"]
         held_out = config.held_out_file if split == "held_out" else None
-        path = Path(held_out or config.file).expanduser()
+        path = from_home(held_out or config.file)
         lines = read_lines(path)
         if config.held_out_file is None:
             names = [line.image.encode() for line in lines]
@@ -94,7 +95,7 @@ class Captions(ImageData):
         self._folder, self.has_maps = path.parent, with_map > 0
         self._paths = np.array([line.image.encode() for line in lines], dtype=np.bytes_)  # one block, as in `folder`
         self._map_paths = np.array([(line.map or "").encode() for line in lines], dtype=np.bytes_)
-        self.features = None if config.features is None else Features(Path(config.features).expanduser())
+        self.features = None if config.features is None else Features(from_home(config.features))
         if self.features is not None:
             self._starts = np.cumsum([0] + [len(line.texts) for line in lines])  # of each image's captions in `_rows`
             self._rows = self.features.rows([text for line in lines for text in line.texts], str(path))

@@ -22,7 +22,7 @@ from torch import Tensor
 from visgen import arrays
 from visgen.config import UserError, build, dump, load, plugin
 from visgen.data import Data, Split, Views, _index
-from visgen.files import read_json, write_json
+from visgen.files import from_home, read_json, write_json
 
 VERSION = 1
 CENTER = 4  # the centre crop's number among ten crops
@@ -108,7 +108,7 @@ class Codes(Data):
 
     def __init__(self, config: Config, split: Split, index: Index | None = None) -> None:
         self.config, self.split = config, split
-        self.folder = Path(config.root).expanduser() / split
+        self.folder = from_home(config.root) / split
         self.index = index or read_index(self.folder)
         if index is None and not self.index.complete:
             done = sum(shard_path(self.folder, i, "done").is_file() for i in range(self.index.shard_count))
@@ -187,7 +187,7 @@ def source_of(config: Config, split: Split = "train") -> Any:
     Raises:
         UserError: there is no such cache, or its index is damaged.
     """
-    return load(Source, values={"data": read_index(Path(config.root).expanduser() / split).source}).data
+    return load(Source, values={"data": read_index(from_home(config.root) / split).source}).data
 
 
 # ------------------------------------------------------------------------------------------------- files

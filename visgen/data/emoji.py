@@ -29,6 +29,7 @@ from visgen.config import REPOSITORY, UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
 from visgen.data._emoji_concepts import CATEGORIES, TONES, toned
+from visgen.files import from_home
 from visgen.image_files import Unreadable
 
 # A mirror image of these is wrong: lettering, numbers, clocks, maps, flags.
@@ -243,7 +244,7 @@ def _check(config: Config) -> None:
 
 
 def _find(root: Path) -> Path:
-    root = root.expanduser()
+    root = from_home(root)
     found = next((path for path in (root, REPOSITORY / root) if (path / "index.json").is_file()), None)
     if found is None:
         raise UserError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visgen.config import UserError
 from visgen.data import Data, Split
+from visgen.files import from_home
 
 SEARCHED = (Path("/usr/share/datasets/fashion-mnist"), Path("~/.cache/visgen/fashion_mnist"))
 CLASSES = (
@@ -103,7 +104,7 @@ def _files(split: Split) -> tuple[str, str]:
 
 
 def _find(config: Config, name: str) -> Path:
-    roots = [path.expanduser() for path in ([config.root] if config.root else SEARCHED)]
+    roots = [from_home(path) for path in ([config.root] if config.root else SEARCHED)]
     found = _look(roots, name)
     if found is None and config.download:
         _download(roots[-1])

@@ -17,6 +17,7 @@ from visgen.config import UserError
 from visgen.data import Split
 from visgen.data._folders import find_samples
 from visgen.data._source import ImageConfig, ImageData, OnError, split_by_name
+from visgen.files import from_home
 from visgen.image_files import SUFFIXES, find_files
 
 
@@ -35,7 +36,7 @@ class Folder(ImageData):
 
     def __init__(self, config: Config, split: Split) -> None:
         super().__init__(config, split)
-        root = Path(config.root).expanduser()
+        root = from_home(config.root)
         if not root.is_dir():
             what = "is not a folder" if root.exists() else "does not exist"
             raise UserError(f"data.root {root} {what}; pass a folder with one sub-folder of images per class")
@@ -46,7 +47,7 @@ class Folder(ImageData):
             kept = split_by_name(paths, config.held_out_fraction, split, f"data.root {root}")
             paths, labels = [paths[i] for i in kept], [labels[i] for i in kept]
         if config.maps is not None:
-            maps = Path(config.maps).expanduser() / found.folder.relative_to(root)
+            maps = from_home(config.maps) / found.folder.relative_to(root)
             self._map_root, self.has_maps = os.fsencode(maps), True
             self._maps = np.array(_maps(maps, paths, found.folder, config.on_error), dtype=np.bytes_)
         self._paths = np.array(paths, dtype=np.bytes_)  # one block: a list's reference counts would copy it per worker

@@ -20,6 +20,7 @@ from torch import Tensor
 from visgen import arrays
 from visgen.config import UserError
 from visgen.data import Data, Split, Views, _index
+from visgen.files import from_home
 
 VERSION = 1
 
@@ -82,7 +83,7 @@ class Pairs(Data):
 
     def __init__(self, config: Config, split: Split) -> None:
         self.config, self.split = config, split
-        self.folder = Path(config.root).expanduser() / split
+        self.folder = from_home(config.root) / split
         self.index = read_index(self.folder)
         self.classes, self.vocab = self.index.classes, self.index.vocab
         self.image_size = (self.index.image_size[0], self.index.image_size[1])

@@ -24,6 +24,7 @@ from visgen.data import Data, Split
 from visgen.data._clips import ANIMATION, VIDEO, av, count, read_clip, too_short
 from visgen.data._folders import find_samples
 from visgen.data._source import OnError, Readable, split_by_name
+from visgen.files import from_home
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Video(Data):
 
     def __init__(self, config: Config, split: Split) -> None:
         self.config, self.split = config, split
-        root = Path(config.root).expanduser()
+        root = from_home(config.root)
         if not root.is_dir():
             raise UserError(f"data.root {root} is no folder; pass one with a sub-folder of clips per class")
         found = find_samples(root, split, VIDEO | ANIMATION, "clip")
