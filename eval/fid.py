@@ -146,7 +146,7 @@ def prepare(settings: FidConfig) -> Inputs:
     extractor = build_extractor(
         settings.extractor, weights=settings.weights, device=device, batch=settings.extractor_batch
     )
-    generator = load(settings.checkpoint, settings.step, settings.engine) if needs_checkpoint else None
+    generator = load(settings.checkpoint, settings.step, settings.engine) if settings.checkpoint else None
     data = settings.data or data_of(settings.checkpoint)
     data = fit_size(data, generator.tokenizer, sys.argv[1:]) if generator else data
     held_out = build_pictures(data, "held_out")

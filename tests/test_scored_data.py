@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,6 +135,14 @@ def test_the_size_is_the_checkpoints_unless_the_user_says_one(tmp_path: Path, ca
     emoji = plugin_config("visgen.data", "emoji")
     assert fit_size(emoji, tokenizer, []) is emoji, "it has a size of its own"
     assert not capsys.readouterr().err
+
+
+def test_real_pictures_have_the_size_of_a_checkpoint_that_is_given(
+    score: Callable[..., list[int]], shapes_dir: Path, tmp_path: Path
+) -> None:
+    root = write_folder(tmp_path / "data", ["disc", "square"], size=24)
+    assert score("fid", shapes_dir, root, "--rows", "real") == []
+    assert json.loads((tmp_path / "out/real/report.json").read_text())["protocol"]["size"] == 16
 
 
 @pytest.mark.parametrize("kind", ["codes", "pairs"])
