@@ -44,7 +44,7 @@ class TableEngine(Engine):
     ) -> None:
         self.logits, self.grid, self.drafter, self.law = logits, grid, drafter, law
         self.tokens, self.vocab = math.prod(grid), logits.shape[-1]
-        self.device, self.known = torch.device("cpu"), None
+        self.device, self.known, self.unsound = torch.device("cpu"), None, torch.zeros(1, dtype=torch.int32)
         self.begin({"rows": 1})
 
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:

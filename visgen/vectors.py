@@ -78,6 +78,7 @@ class ToyEngine(Engine):
         self.toy, self.tokens, self.grid = toy, tokens, (1, 1, tokens)
         self.path = Path("epsilon", "squaredcos_cap_v2")
         self.guidance, self.device, self.known = Guidance(), torch.device("cpu"), None
+        self.unsound = torch.zeros(1, dtype=torch.int32)
         self.kept: dict[Hashable, Tensor] = {}  # draws of its law
         self.drafter = None if draft is None else ToyEngine(draft, tokens)
         config = SimpleNamespace(channels=toy.means.shape[1], backbone=Toy, head=Toy)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from visgen import checkpoint, run_files
-from visgen.config import build, implementation, plugin_config
+from visgen.config import UserError, build, implementation, plugin_config
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
@@ -201,3 +201,43 @@ def test_the_snapshot_sees_changes(make_model: Callable[..., Any]) -> None:
         change()
         assert not unchanged(before, snapshot(model))
         model = make_model()
+
+
+def fresh(engine: Engine) -> Engine:
+    return Engine(engine.model, engine.guidance, engine.warp)
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first weight", "last weight"])
+def test_values_that_are_not_finite_are_refused_and_forgotten(
+    kind: str, which: int, made: Callable[[str], Any], engine: Engine
+) -> None:
+    sampler, rows = made(kind), [0, 1, 2]
+    expected = draw(sampler, fresh(engine), rows)
+    weight = list(engine.model.backbone.parameters() if which == 0 else engine.model.head.parameters())[which]
+    kept = weight.clone()
+    for value in (torch.nan, torch.inf):
+        weight.fill_(value)
+        try:
+            with pytest.raises(UserError, match=r"not finite.*engine\.precision fp32"):
+                draw(sampler, engine, rows)
+        finally:
+            weight.copy_(kept)
+        assert torch.equal(draw(sampler, engine, rows), expected)
+
+
+def test_a_decode_that_was_cut_off_leaves_nothing_behind(
+    kind: str, made: Callable[[str], Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, rows = made(kind), [0, 1, 2]
+    expected = draw(sampler, fresh(engine), rows)
+
+    def interrupted(state: Any, *given: Any) -> None:
+        if engine._cache is not None:
+            engine._cache.keys.fill_(torch.nan)
+            engine._cache.values.fill_(torch.inf)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sampler, "iterate", interrupted)
+        draw(sampler, engine, rows)
+    assert torch.equal(draw(sampler, engine, rows), expected)

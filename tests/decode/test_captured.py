@@ -194,3 +194,18 @@ def test_half_precision_logits_are_near(make_model: MakeModel) -> None:
         with torch.inference_mode():
             laws.append(engine.forward(index, index).logits)
     assert (laws[0] - laws[1]).abs().max() <= 0.02 * laws[0].abs().max()
+
+
+@gpu
+@pytest.mark.parametrize("sampler", [AR(Config()), sjd.SJD(sjd.Config("coupled", 4))], ids=["ar", "sjd"])
+def test_values_that_are_not_finite_are_refused_and_forgotten(make_model: MakeModel, sampler: Any) -> None:
+    model = make_model().to(DEVICE)
+    engine, seeds = CapturedEngine(model, Guidance(2.0)), torch.arange(BATCH)
+    expected = decoded(engine, seeds, sampler=sampler)
+    for weight in (model.head.output.weight, next(model.backbone.parameters())):
+        kept = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(UserError, match="not finite"):
+            decoded(engine, seeds, sampler=sampler)
+        weight.copy_(kept)
+        assert torch.equal(decoded(engine, seeds, sampler=sampler), expected)

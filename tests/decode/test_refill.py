@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from visgen.config import UserError
 from visgen.decode import engine as engines
 from visgen.decode import refill as refills
 from visgen.decode.engine import Engine
@@ -44,6 +45,22 @@ def test_images_and_rounds_equal_those_of_plain_batches(
     assert wanted.nfe <= found.nfe <= int(wanted.nfe_per_image.sum())
     if rows == 1:
         assert found.nfe == int(wanted.nfe_per_image.sum()), "no evaluation is lost between two images"
+
+
+def test_rows_that_go_on_see_values_that_are_not_finite_and_later_calls_do_not(
+    make_model: Callable[..., Model],
+) -> None:
+    model, sampler = make_model(grid=(1, 5, 3)), SJD(Config("coupled", 4))
+    expected = refill(Engine(model), sampler, {"label": LABELS}, Noise(SEEDS), 3).tokens
+    engine, weight = Engine(model), model.condition.embedding_table.weight
+    kept = weight.clone()
+    weight[2].fill_(torch.nan)  # of one class
+    try:
+        with pytest.raises(UserError, match="not finite"):
+            refill(engine, sampler, {"label": LABELS}, Noise(SEEDS), 3)
+    finally:
+        weight.copy_(kept)
+    assert torch.equal(refill(engine, sampler, {"label": LABELS}, Noise(SEEDS), 3).tokens, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

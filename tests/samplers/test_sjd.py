@@ -163,6 +163,43 @@ def test_a_trial_leaves_no_trace(make_model: MakeModel) -> None:
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.rounds, expected.rounds)
 
 
+class Biased(Engine):
+    """An engine on which the widest window takes long unless the trial drew an even first token."""
+
+    def laps(self, sampler: Any, state: Any, noise: Noise, length: int, warmup: int = 3) -> Iterator[float]:
+        for _ in super().laps(sampler, state, noise, length, warmup):
+            wide = len(state.slots) == self.tokens
+            yield 1.0 if wide and bool((state.tokens[:, 0] % 2 == 0).all()) else 1e3 if wide else 100.0
+
+
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_a_window_that_was_chosen_draws_what_it_draws_when_it_is_given(make_model: MakeModel, drafting: Any) -> None:
+    """Whatever the clock favours, no image has a say: one window for all seeds, and the tokens of that window."""
+    model, windows = make_model(), set()
+    for seeds in ([5, 6], [7, 8], [9, 10], [11, 12], [13, 14], [15, 16]):
+        found = decoded(Biased(model), SJD(Config(drafting, "auto")), [0, 1], seeds)
+        windows.add(found.notes["window"])
+        given = decoded(Engine(model), SJD(Config(drafting, found.notes["window"])), [0, 1], seeds)
+        assert torch.equal(found.tokens, given.tokens) and torch.equal(found.rounds, given.rounds)
+    assert len(windows) == 1
+
+
+def test_a_trial_has_seeds_that_no_image_has(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    real = Noise.bits
+
+    def bits(self: Noise, *given: Any) -> Tensor:
+        seen.append(self.seeds)
+        return real(self, *given)
+
+    engine = Clock(make_model())
+    with monkeypatch.context() as patch:
+        patch.setattr(Noise, "bits", bits)
+        engine.begin({"label": torch.tensor([0, 1])})
+        SJD(Config("coupled", "auto")).init(engine, Noise(torch.tensor([0, 1])))
+    assert seen and all((seeds < 0).all() for seeds in seen)
+
+
 def test_a_trial_goes_on_to_half_of_the_tokens(make_model: MakeModel) -> None:
     engine = Clock(make_model(grid=(1, 8, 8)))
     free = decoded(engine, SJD(Config("fresh", "auto")), [0, 1], [5, 6])

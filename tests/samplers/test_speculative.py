@@ -143,3 +143,17 @@ def test_a_draft_model_drafts_at_other_sizes_too(model: Model, write: Callable[.
 def test_a_student_is_no_draft_model(model: Model, make_student: MakeModel, write: Callable[..., Path]) -> None:
     draft = write(make_student(grid=(1, 5, 3)))
     assert "is a student, which draws all tokens at once" in refusal(Engine(model), Config(draft))
+
+
+def test_a_damaged_draft_model_is_refused_and_forgotten(make_model: MakeModel, model: Model) -> None:
+    draft, sampler = make_model(grid=(1, 5, 3), seed=1), Speculative(Config(None, 2))
+    engine = Engine(model)
+    engine.once(("draft", None), lambda: Engine(draft))
+    expected = decoded(engine, sampler, LABELS, SEEDS).tokens
+    for weight in (draft.head.output.weight, next(draft.backbone.parameters())):
+        kept = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(UserError, match="not finite"):
+            decoded(engine, sampler, LABELS, SEEDS)
+        weight.copy_(kept)
+        assert torch.equal(decoded(engine, sampler, LABELS, SEEDS).tokens, expected)

@@ -79,14 +79,20 @@ class CapturedEngine(Engine):
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         if self._fused is None:
-            return _by_kernels(super().forward(tokens, index))
+            return self._by_kernels(super().forward(tokens, index))
         assert self._cond is not None and self._cache is not None, "Engine.begin comes first"
         k = self.guidance.branches
         h = self._fused(tokens, index, self._cond, self._cache, self._control)  # [K B, W, D]
         law = self.model.head.dist(h.unflatten(0, (k, -1)), self._weigh(index)).warped(self.warp)
         if self.known is not None:
             law = law.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
-        return _by_kernels(law)
+        return self._by_kernels(law)
+
+    def _by_kernels(self, law: Any) -> Any:
+        """The law, drawn from and tested by the fused kernels where it has them."""
+        if isinstance(law, Guided):
+            law.fused, law.unsound = True, self.unsound
+        return law
 
     def guided(self, h: Tensor, weights: Tensor) -> Any:
         return super().guided(h, weights) if self._dist is None else self._dist(h, weights)
@@ -177,13 +183,6 @@ def _replays(graphs: dict[Hashable, Any], stages: list[Hashable]) -> Callable[[]
         return replay
     following = itertools.cycle(stages)
     return lambda: graphs[next(following)].replay()
-
-
-def _by_kernels(law: Any) -> Any:
-    """The law, drawn from and tested by the fused kernels where it has them."""
-    if isinstance(law, Guided):
-        law.fused = True
-    return law
 
 
 def _same(a: Any, b: Any) -> bool:

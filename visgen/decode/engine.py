@@ -17,6 +17,7 @@ from visgen.decode.noise import Noise
 from visgen.decode.points import Points
 from visgen.decode.warp import Warp
 from visgen.nn.cache import KVCache
+from visgen.nn.categorical import note
 
 T = TypeVar("T")
 POLL = 4  # iterations between two looks of the host at a GPU's flag
@@ -80,12 +81,14 @@ class Engine:
         continuous: whether tokens are vectors.
         student: whether all tokens are drawn by passes over all slots (`whole`).
         fused: whether laws and windows of drafts are computed by the kernels of nn/fused/.
+        unsound: [1] int32 on the device, above 0 once a value of this batch was not finite.
     """
 
     fused = False
     continuous = False
     student = False
     order: Tensor | None = None
+    unsound: Tensor
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Engine:
         self.warp = warp or Warp()
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self.unsound = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.tokens: int = model.tokens
         self.vocab: int = model.config.vocab
         self.grid: tuple[int, ...] = model.grid
@@ -124,11 +128,14 @@ class Engine:
         self._cond = self.prefixes(batch)
         self._control = self._branched(self.model.controlled(batch), self.batch)
         self.given, self.known = batch, known
+        self.unsound.zero_()
         rows = self._cond.vectors.shape[0]
         if not self.model.backbone.cached:
             return  # the sampler reserves one, or needs none
         if self._cache is None or self._cache.keys.shape[1] != rows:
             self._cache = self.model.backbone.make_cache(rows, self.device, self.dtype)
+        else:
+            self._cache.clear()
         filled = self.model.condition.prefix - 1
         if filled:
             pos = torch.arange(filled, device=self.device).expand(rows, -1)
@@ -183,6 +190,7 @@ class Engine:
         dist = self.guided(h.unflatten(0, (k, -1)), self.guidance.weights(index, self.tokens))
         if self.continuous:
             return dist  # is walked, not filtered; the sampler keeps known tokens
+        dist.unsound = self.unsound
         dist = dist.warped(self.warp)
         if self.known is not None:
             dist = dist.pin(self.known[0].gather(1, index), self.known[1].gather(1, index))
@@ -220,8 +228,10 @@ class Engine:
         h = h[:, self.model.condition.prefix - backbone.shift :][:, : self.tokens]
         if backbone.snaps:
             law: Any = Points(backbone.draw(values, h, head), backbone.codes)
+            note(self.unsound, law.vectors)
         else:
             law = head.law(h)
+            law.unsound = self.unsound
         return law if self.known is None else law.pin(*self.known), h
 
     @torch.no_grad()
@@ -244,6 +254,8 @@ class Engine:
             self._cache, self._reserved = None, wanted  # the old one goes first
             make = self.model.backbone.make_cache
             self._cache = make(self.batch, self.device, self.dtype, blocks=blocks, branches=self.guidance.branches)
+        elif self._cache is not None:
+            self._cache.clear()
 
     @property
     def cache_bytes(self) -> int:
@@ -278,6 +290,19 @@ class Engine:
             what = "vectors" if self.continuous else "all drawn at once" if self.student else "codes, drawn one by one"
             raise UserError(f"sampler {kind} is not for this model, whose tokens are {what}; use --sampler.kind {use}")
 
+    def check_finite(self, tokens: Tensor) -> None:
+        """Refuse what was drawn from values that are not finite. Read by the host once, when a decode is over.
+
+        Raises:
+            UserError: a logit, or a number of the vectors `tokens`, is NaN or infinite.
+        """
+        if bool(self.unsound) or not bool(tokens.isfinite().all()):
+            precision = str(self.dtype).removeprefix("torch.")
+            raise UserError(
+                f"sampling in {precision} gave values that are not finite: the weights are damaged, or the precision "
+                "overflows; check the checkpoint, or try --engine.precision fp32"
+            )
+
     @torch.inference_mode()
     def rehearse(self, sampler: SamplerLike) -> None:
         """Refuses a sampler that does not fit, before anything is drawn: what one image would begin with is made."""
@@ -308,6 +333,7 @@ class Engine:
                 break
         self.synchronize()
         seconds = time.perf_counter() - start
+        self.check_finite(state.tokens)
         rounds = getattr(state, "rounds", None)
         if rounds is None:
             rounds = torch.arange(1, self.tokens + 1, device=self.device).expand(self.batch, -1)

@@ -30,11 +30,19 @@ class Noise:
     """Noise for a batch of images.
 
     Args:
-        seeds: [B] int64, one per image.
+        seeds: [B] int64, one per image, 0 or more; the negative ones belong to trials (`of_trial`).
     """
 
     def __init__(self, seeds: Tensor) -> None:
         self.seeds = seeds
+
+    @classmethod
+    def of_trial(cls, batch: int, device: torch.device) -> Noise:
+        """Noise for a trial decode of `batch` images: its seeds are negative, and no image has such a seed.
+
+        What a trial finds is therefore independent of everything that is drawn for an image.
+        """
+        return cls(-1 - torch.arange(batch, device=device))
 
     def bits(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor:
         """index [B, W] token positions (iteration: a number or [B, 1] or [B, W]) -> int64 [B, W, lanes]."""

@@ -2,8 +2,9 @@
 
 Where a sampler finishes its rows at different times, a batch is as slow as its slowest row. With more images than rows
 a row's state, seed and condition are replaced as soon as the host has seen it complete, between two iterations, while
-the device goes on. Cache slots need no emptying: a new image sees its own alone, as it writes them. Images are the same
-as in batches of their own, for each depends on its seed and its label alone.
+the device goes on. Cache slots need no emptying: a new image sees its own alone, as it writes them (a value that is
+not finite would be seen, but it ends the call). Images are the same as in batches of their own, for each depends on its
+seed and its label alone.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def refill(
             on_step(n - slots.left, n)
     engine.synchronize()
     seconds = time.perf_counter() - start
+    engine.check_finite(slots.tokens)
     return Generation(slots.tokens, launched, seconds, slots.rounds, sampler.notes(state))
 
 

@@ -30,6 +30,11 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
+    def clear(self) -> None:
+        """Forget everything. A mask hides stale slots, but zero times a stale NaN is NaN."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def update(self, layer: int, key: Tensor, value: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Writes key, value [rows, heads, W, d] at slots pos [rows, W]; returns those of all slots."""
         keys, values = self.keys[layer], self.values[layer]

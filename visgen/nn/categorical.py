@@ -21,6 +21,12 @@ class NoiseLike(Protocol):
     def uniform(self, index: Tensor, lanes: int, stream: int, iteration: Tensor | int = 0) -> Tensor: ...
 
 
+def note(unsound: Tensor, values: Tensor) -> None:
+    """Raise the flag unsound [1] where one of the values is NaN or infinite: on the device, in one pass over them."""
+    low, high = values.aminmax()
+    unsound += (high.float() - low.float()).isfinite().logical_not()  # inf - inf is NaN
+
+
 @dataclass
 class Categorical:
     """Law of tokens by float32 logits [B, W, V], not necessarily normalised; -inf excludes a token."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visgen.nn.categorical import Categorical, NoiseLike
+from visgen.nn.categorical import Categorical, NoiseLike, note
 
 
 class Guided(Categorical):
@@ -24,6 +24,7 @@ class Guided(Categorical):
         warp: temperature and filters, a `decode.warp.Warp`.
         known: (tokens [B, W], mask [B, W]): all mass on the token where the mask is true.
         fused: draw and test by the fused kernels.
+        unsound: [1] int32, a flag that is raised where a logit that is looked at is not finite.
     """
 
     def __init__(
@@ -33,11 +34,15 @@ class Guided(Categorical):
         warp: Any = None,
         known: tuple[Tensor, Tensor] | None = None,
         fused: bool = False,
+        unsound: Tensor | None = None,
     ) -> None:
-        self.branches, self.weights, self.warp, self.known, self.fused = branches, weights, warp, known, fused
+        self.branches, self.weights, self.warp, self.known = branches, weights, warp, known
+        self.fused, self.unsound = fused, unsound
 
     @cached_property
     def logits(self) -> Tensor:  # type: ignore[override]
+        if self.unsound is not None:
+            note(self.unsound, self.branches)
         branches = self.branches.float()
         logits = branches[0] if len(branches) == 1 else (branches * self.weights.unsqueeze(-1)).sum(0)
         if self.warp is not None:
@@ -51,12 +56,12 @@ class Guided(Categorical):
     def warped(self, warp: Any) -> Categorical:
         if self.warp is not None or self.known is not None:
             return super().warped(warp)
-        return Guided(self.branches, self.weights, warp, None, self.fused)
+        return Guided(self.branches, self.weights, warp, None, self.fused, self.unsound)
 
     def pin(self, tokens: Tensor, mask: Tensor) -> Categorical:
         if self.known is not None:
             return super().pin(tokens, mask)
-        return Guided(self.branches, self.weights, self.warp, (tokens, mask), self.fused)
+        return Guided(self.branches, self.weights, self.warp, (tokens, mask), self.fused, self.unsound)
 
     def like(self, logits: Tensor) -> Categorical:
         return Categorical(logits)
@@ -73,7 +78,7 @@ class Guided(Categorical):
             return super().draw(noise, index, stream, iteration, where)
         from visgen.nn.fused.draw import draw  # Triton is needed here alone
 
-        rule: dict[str, Any] = {"stream": stream, "where": where, "known": self.known, **self._filters()}
+        rule: dict[str, Any] = {"stream": stream, "where": where, **self._shared()}
         if not (isinstance(iteration, int) and iteration == 0):
             rule["iteration"] = _steps(iteration, noise.seeds)
         return draw(self.branches, self.weights, noise.seeds, index, **rule)
@@ -91,12 +96,13 @@ class Guided(Categorical):
         """`accept`, `residual` and `draw` of all drafts that are waiting, by one kernel: `nn/fused/verify.py`."""
         from visgen.nn.fused.verify import test
 
-        rule |= {"known": self.known, **self._filters()}
+        rule |= self._shared()
         window = index, waiting, draft, _steps(iteration, noise.seeds)
         return test(self.branches, self.weights, drawn_from.logits, noise.seeds, *window, **rule)
 
-    def _filters(self) -> dict[str, Any]:
-        return {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
+    def _shared(self) -> dict[str, Any]:
+        filters = {name: getattr(self.warp, name) for name in ("temperature", "top_k", "top_p")} if self.warp else {}
+        return {"known": self.known, "unsound": self.unsound, **filters}
 
 
 def _steps(iteration: Tensor | int, seeds: Tensor) -> Tensor:

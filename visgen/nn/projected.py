@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visgen.nn.categorical import Categorical
+from visgen.nn.categorical import Categorical, note
 
 ROWS = 1024  # whose logits lie at once: of 16,384 codes in bfloat16 they fit an H100's cache
 
@@ -23,10 +23,17 @@ class Projected(Categorical):
     Args:
         h: [B, W, D]; weight: [V, D], in h's type.
         known: (tokens [B, W], mask [B, W]): all mass on the token where the mask is true.
+        unsound: [1], a flag that `likeliest` raises where a greatest logit is not finite.
     """
 
-    def __init__(self, h: Tensor, weight: Tensor, known: tuple[Tensor, Tensor] | None = None) -> None:
-        self.h, self.weight, self.known = h, weight, known
+    def __init__(
+        self,
+        h: Tensor,
+        weight: Tensor,
+        known: tuple[Tensor, Tensor] | None = None,
+        unsound: Tensor | None = None,
+    ) -> None:
+        self.h, self.weight, self.known, self.unsound = h, weight, known, unsound
 
     @cached_property
     def logits(self) -> Tensor:  # type: ignore[override]
@@ -39,11 +46,16 @@ class Projected(Categorical):
 
     def likeliest(self) -> Tensor:
         rows = self.h.flatten(0, 1).split(ROWS)
-        found = torch.cat([F.linear(some, self.weight).argmax(-1) for some in rows]).view(self.h.shape[:2])
+        best, found = (torch.cat(x) for x in zip(*[F.linear(some, self.weight).max(-1) for some in rows], strict=True))
+        if self.unsound is not None:
+            note(self.unsound, best)
+        found = found.view(self.h.shape[:2])
         return found if self.known is None else torch.where(self.known[1], self.known[0], found)
 
     def like(self, logits: Tensor) -> Categorical:
         return Categorical(logits)
 
     def pin(self, tokens: Tensor, mask: Tensor) -> Categorical:
-        return super().pin(tokens, mask) if self.known is not None else Projected(self.h, self.weight, (tokens, mask))
+        if self.known is not None:
+            return super().pin(tokens, mask)
+        return Projected(self.h, self.weight, (tokens, mask), self.unsound)

@@ -3,6 +3,9 @@
 A window of W costs seconds(W) an iteration and fixes E(W) tokens, so it pays where E(W) / seconds(W) is above that of
 W = 1, plain autoregression. Which W that is depends on model, device and batch: a small batch leaves the device idle
 and a wide window is nearly free, a large one fills it.
+
+The trial has noise of its own (`Noise.of_trial`). The window may depend on the clock and on what the trial drew, but
+not on the noise of any image, so images that are decoded with it have the distribution that they have with a fixed one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ LAP = 8  # iterations that are timed together
 WORTH = 1.05  # a window must be this much faster than none
 
 
-def choose_window(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
+def choose_window(sampler: Any, engine: Engine) -> dict[str, Any]:
     """The window, and the trial that spoke for it, made when `engine` first meets this sampler, or a larger batch.
 
     Args:
@@ -26,11 +29,12 @@ def choose_window(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
     """
     chosen: dict[int, dict[str, Any]] = engine.once(("window", sampler.config), dict)  # by batch
     if max(chosen, default=0) < engine.batch:
-        chosen[engine.batch] = _trials(sampler, engine, noise)
+        chosen[engine.batch] = trials(sampler, engine, Noise.of_trial(engine.batch, engine.device))
     return chosen[max(chosen)]
 
 
-def _trials(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
+def trials(sampler: Any, engine: Engine, noise: Noise) -> dict[str, Any]:
+    """The best window by trial decodes with this noise, and what each width cost and gave."""
     seconds: dict[int, float] = {}
     tokens: dict[int, float] = {}
     rate: dict[int, float] = {}

@@ -89,6 +89,7 @@ class OneStep(Sampler):
             key = "teacher", self.config.teacher
             helper = engine.once(key, lambda: _helper(self.config.teacher, engine))
             helper[0].begin(engine.given, engine.known)
+            helper[0].unsound = engine.unsound
         return State(
             tokens=tokens.clone(),
             rounds=self._rounds(engine, index),

@@ -69,8 +69,8 @@ class SJD(Sampler):
         window = self.config.window
         if window != "auto":
             return self.begin(engine, window)
-        trials = choose_window(self, engine, noise)
-        return self.begin(engine, trials["window"], trials)
+        chosen = choose_window(self, engine)
+        return self.begin(engine, chosen["window"], chosen)
 
     def begin(self, engine: Engine, window: int, chosen: dict[str, Any] | None = None) -> State:
         """The state before the first iteration: every draft is the known token or token 0, with certainty.

@@ -64,6 +64,7 @@ class Speculative(Sampler):
     def init(self, engine: Engine, noise: Noise) -> State:
         drafter = engine.once(("draft", self.config.draft), lambda: load_draft(self.config.draft, engine))
         drafter.begin(engine.given, engine.known)
+        drafter.unsound = engine.unsound
         tokens = torch.zeros(engine.batch, engine.tokens, dtype=torch.int64, device=engine.device)
         position = tokens.new_zeros(engine.batch, 1)
         slots = torch.arange(min(self.config.length + 1, engine.tokens), device=engine.device)

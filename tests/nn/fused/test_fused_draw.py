@@ -64,3 +64,17 @@ def test_another_stream_is_other_noise() -> None:
 def test_a_vocabulary_beyond_a_program() -> None:
     with pytest.raises(UserError, match=r"65536 is beyond.*--engine.kind eager"):
         draw.check_vocab(65536)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_logit_that_is_not_finite_raises_the_flag(value: float) -> None:
+    for fused in (True, False):
+        found, index = law(5, torch.float32, Warp(), False)
+        found.fused, found.unsound = fused, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        found.draw(Noise(SEEDS), index, Stream.TOKEN)
+        assert int(found.unsound) == 0
+        found, index = law(5, torch.float32, Warp(), False)
+        found.fused, found.unsound = fused, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        found.branches[0, 2, 1] = value
+        tokens = found.draw(Noise(SEEDS), index, Stream.TOKEN)
+        assert int(found.unsound) == 1 and int(tokens.min()) >= 0 and int(tokens.max()) < 5

@@ -83,6 +83,21 @@ def test_a_test_equals_accept_residual_and_draw(vocab: int, warp: Warp) -> None:
     assert not torch.cat(kept).all() and torch.cat(kept).any()
 
 
+def test_a_test_raises_the_flag_where_either_law_is_not_finite() -> None:
+    flags = []
+    for damaged in ("", "p", "q"):
+        case, unsound = Case(5, Warp(), False), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        if damaged:
+            (case.branches if damaged == "p" else case.q)[..., 3] = torch.nan
+        p = case.p(True)
+        p.unsound = unsound
+        at = case.noise, case.index, case.waiting, case.iteration
+        verdict = verify(p, case.draft, Categorical(case.q), *at, False, Stream.DRAFT, relabel=True)
+        assert int(verdict.tokens.max()) < 5 and int(verdict.behind.max()) < 5
+        flags.append(int(unsound))
+    assert flags == [0, 1, 1]
+
+
 def test_equal_laws_keep_every_draft_and_disjoint_ones_none() -> None:
     case = Case(37, Warp(), known=False)
     case.q = case.p(False).logits.clone()

@@ -39,6 +39,7 @@ def draw(
     top_k: int = 0,
     top_p: float = 1.0,
     known: tuple[Tensor, Tensor] | None = None,
+    unsound: Tensor | None = None,
 ) -> Tensor:
     """Draws one token per law: ids [B, W] int64.
 
@@ -51,6 +52,7 @@ def draw(
         where: [B, W] bool, the tokens to draw; the others are left undefined.
         temperature, top_k, top_p: as in `decode/warp.py`.
         known: (tokens [B, W], mask [B, W]): where the mask is true, that token is the result.
+        unsound: [1] int32, becomes 1 where a logit is not finite.
     """
     k, b, w, v = logits.shape
     check_vocab(v)
@@ -65,6 +67,7 @@ def draw(
         mask.contiguous().view(torch.uint8) if known is not None else index,
         index if iteration is None else iteration,
         index if where is None else where.contiguous().view(torch.uint8),
+        index if unsound is None else unsound,
         out,
         v,
         w,
@@ -80,6 +83,7 @@ def draw(
         TOP_K=0 < top_k < v,
         TOP_P=top_p < 1,
         KNOWN=known is not None,
+        WATCH=unsound is not None,
         BLOCK=triton.next_power_of_2(v),
         **chained(out.device),
         num_warps=16 if v > 4096 else 4,
@@ -103,6 +107,7 @@ def _draw(
     mask,  # [B W]
     iteration,  # [B]
     where,  # [B W]
+    unsound,  # [1]
     out,  # [B W]
     vocab,
     window,
@@ -118,6 +123,7 @@ def _draw(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     KNOWN: tl.constexpr,
+    WATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
@@ -127,6 +133,8 @@ def _draw(
         return
     lane = tl.arange(0, BLOCK)
     value = _guided(logits, weights, law, laws, vocab, lane, BRANCHES)
+    if WATCH:
+        _note(unsound, value, lane < vocab)
     value = _filtered(value, lane, temperature, top_k, top_p, GREEDY, TOP_K, TOP_P)
     if not GREEDY:
         step = tl.full([], 0, tl.int64)
@@ -134,7 +142,7 @@ def _draw(
             step = tl.load(iteration + law // window)
         noise = -_log(_exponential(tl.load(seeds + law // window), tl.load(index + law), step, lane, STREAM))
         value = tl.where(value == float("-inf"), value, value + noise)  # a Gumbel is -log of an exponential
-    token = tl.argmax(value, axis=0).to(tl.int64)
+    token = tl.minimum(tl.argmax(value, axis=0), vocab - 1).to(tl.int64)  # of NaNs alone any lane may be taken
     if KNOWN:
         token = tl.where(tl.load(mask + law) != 0, tl.load(tokens + law), token)
     tl.store(out + law, token)
@@ -149,6 +157,14 @@ def _guided(logits, weights, law, laws, vocab, lane, BRANCHES: tl.constexpr):
         part = tl.load(logits + (branch * laws + law).to(tl.int64) * vocab + lane, mask=inside, other=0.0)
         value += part.to(tl.float32) * tl.load(weights + branch * laws + law)
     return tl.where(inside, value, float("-inf"))
+
+
+@triton.jit
+def _note(unsound, value, inside):
+    """Raises the flag where a value inside is NaN or infinite."""
+    wrong = tl.where(inside & ~(tl.abs(value) < float("inf")), 1, 0)
+    if tl.sum(wrong, axis=0) > 0:
+        tl.store(unsound, 1)
 
 
 @triton.jit

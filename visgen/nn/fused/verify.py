@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visgen.nn.fused.chain import chained, follow
-from visgen.nn.fused.draw import _exponential, _filtered, _guided, _log, _uniform, check_vocab
+from visgen.nn.fused.draw import _exponential, _filtered, _guided, _log, _note, _uniform, check_vocab
 
 
 def open_window(tokens: Tensor, position: Tensor, iteration: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,6 +63,7 @@ def test(
     top_k: int = 0,
     top_p: float = 1.0,
     known: tuple[Tensor, Tensor] | None = None,
+    unsound: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(kept, tokens, behind), each [B, W], of drafts that wait for their test; elsewhere (true, draft, draft).
 
@@ -75,6 +76,7 @@ def test(
         seeds: [B] int64; index, draft: [B, W] int64; waiting: [B, W] bool; iteration: [B, 1] int64.
         accept, residual, redraw: streams of the noise; `shared`: the same at all iterations for `redraw`.
         temperature, top_k, top_p, known: of p, as in `draw`.
+        unsound: [1] int32, becomes 1 where a logit of p is not finite, or one of q is NaN or inf.
     """
     k, b, w, v = logits.shape
     check_vocab(v)
@@ -92,6 +94,7 @@ def test(
         iteration,
         tokens.contiguous(),
         mask.contiguous().view(torch.uint8) if known is not None else index,
+        index if unsound is None else unsound,
         kept.view(torch.uint8),
         out,
         behind,
@@ -111,6 +114,7 @@ def test(
         TOP_K=0 < top_k < v,
         TOP_P=top_p < 1,
         KNOWN=known is not None,
+        WATCH=unsound is not None,
         BLOCK=triton.next_power_of_2(v),
         num_warps=_warps(v),
         **chained(draft.device),
@@ -249,6 +253,7 @@ def _test(
     iteration,  # [B]
     tokens,  # [B W]
     mask,  # [B W]
+    unsound,  # [1]
     kept,  # [B W]
     here,  # [B W]
     behind,  # [B W]
@@ -268,6 +273,7 @@ def _test(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     KNOWN: tl.constexpr,
+    WATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
@@ -287,10 +293,14 @@ def _test(
     label = drawn_from + law.to(tl.int64) * vocab + lane
 
     p = _guided(logits, weights, law, laws, vocab, lane, BRANCHES)
+    if WATCH:
+        _note(unsound, p, inside)
     p = _filtered(p, lane, temperature, top_k, top_p, GREEDY, TOP_K, TOP_P)
     if KNOWN and tl.load(mask + law) != 0:
         p = tl.where(lane == tl.load(tokens + law), 0.0, float("-inf"))
     q = tl.load(label, mask=inside, other=float("-inf"))
+    if WATCH:
+        _note(unsound, tl.where(q == float("-inf"), 0.0, q), inside)
     if RELABEL:
         tl.debug_barrier()  # all of q is read before p is written over it
         tl.store(label, p, mask=inside)
@@ -305,19 +315,20 @@ def _test(
     tl.store(kept + law, stays.to(tl.uint8))
     other = token
     if REDRAW > 0:
-        other = _drawn(p, seed, at, step * (1 - SHARED), lane, REDRAW)
+        other = _drawn(p, seed, at, step * (1 - SHARED), lane, vocab, REDRAW)
     tl.store(behind + law, other)
     if stays == 0:
         rest = tl.maximum(p / p_sum - q / q_sum, 0.0)
         rest = tl.where(tl.sum(rest, axis=0) < 1e-12, p, rest)  # only rounding refuses a draft there
-        token = _drawn(rest, seed, at, step, lane, RESIDUAL)
+        token = _drawn(rest, seed, at, step, lane, vocab, RESIDUAL)
     tl.store(here + law, token)
 
 
 @triton.jit
-def _drawn(weight, seed, at, iteration, lane, STREAM: tl.constexpr):
+def _drawn(weight, seed, at, iteration, lane, vocab, STREAM: tl.constexpr):
     """A token of probability proportional to its weight: the first of a race of exponentials."""
-    return tl.argmax(weight / _exponential(seed, at, iteration, lane, STREAM), axis=0).to(tl.int64)
+    first = tl.argmax(weight / _exponential(seed, at, iteration, lane, STREAM), axis=0)
+    return tl.minimum(first, vocab - 1).to(tl.int64)  # of NaNs alone any lane may be taken
 
 
 @triton.jit
@@ -382,7 +393,7 @@ def _first_drafts(
     inside = lane < vocab
     logits = tl.zeros([BLOCK], dtype=tl.float32)
     step = tl.load(iteration + image) * (1 - SHARED)
-    token = _drawn(inside.to(tl.float32), tl.load(seeds + image), at, step, lane, STREAM)
+    token = _drawn(inside.to(tl.float32), tl.load(seeds + image), at, step, lane, vocab, STREAM)
     if KNOWN and tl.load(mask + image * count + at) != 0:
         token = tl.load(given + image * count + at)
         logits = tl.where(lane == token, 0.0, float("-inf"))
