@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tarfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import visgen
 from visgen import evaluate as ev
-from visgen.config import UserError, plugin_config
+from visgen.config import UserError, build, plugin_config
 from visgen.data import codes
 from visgen.data.synthetic import Config, Synthetic
 from visgen.evaluate import World
@@ -81,6 +86,70 @@ def test_a_reference_of_chosen_pictures() -> None:
     assert torch.equal(part.features, whole.features[[4, 2, 9]]) and part.n == 3
     assert part.hash != whole.hash and part.hash != ev.reference(DATA, extractor, chosen=[2, 4, 9]).hash
     assert part.name == whole.name == "synthetic/held_out" and ev.reference(DATA, extractor, n=9).n == 9
+
+
+def folder(root: Path, seed: int, count: int = 20) -> None:
+    for i in range(count):
+        path = root / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(seed + i), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(path)
+
+
+def tar(path: Path, seed: int) -> None:
+    folder(path.parent / f"images_{seed}", seed)
+    with tarfile.open(path, "w") as file:
+        for image in sorted((path.parent / f"images_{seed}").rglob("*.png")):
+            file.add(image, image.name)
+            label = path.parent / "label.cls"
+            label.write_text("0")
+            file.add(label, f"{image.stem}.cls")
+
+
+@pytest.mark.parametrize("kind", ["folder", "captions", "webdataset", "fashion_mnist"])
+def test_a_reference_cache_is_of_the_images_that_it_was_made_from(tmp_path: Path, kind: str) -> None:
+    cache, extractor, root = tmp_path / "cache.safetensors", build_extractor("fd_debug"), tmp_path / "data"
+    root.mkdir()
+
+    def fill(seed: int) -> Any:
+        if kind == "webdataset":
+            tar(root / "0.tar", seed)
+            return {"shards": str(root / "0.tar")}
+        if kind == "fashion_mnist":
+            pixels = np.random.default_rng(seed).integers(0, 256, (20, 28, 28), np.uint8)
+            for part in ("train", "t10k"):
+                for name, array in (("images-idx3", pixels), ("labels-idx1", np.arange(20, dtype=np.uint8) % 10)):
+                    header = (0x800 + array.ndim).to_bytes(4, "big") + np.array(array.shape, ">u4").tobytes()
+                    (root / f"{part}-{name}-ubyte").write_bytes(header + array.tobytes())
+            return {"root": root}
+        folder(root, seed)
+        lines = [json.dumps({"image": str(p.relative_to(root)), "text": "x"}) for p in sorted(root.rglob("*.png"))]
+        (root / "lines.jsonl").write_text("\n".join(lines))
+        return {"root": root} if kind == "folder" else {"file": root / "lines.jsonl", "features": None}
+
+    def made() -> ev.Reference:
+        size = {} if kind == "fashion_mnist" else {"image_size": 16, "held_out_fraction": 0.5}
+        data = build(plugin_config("visgen.data", kind, **values, **size), "held_out")
+        return ev.reference(data, extractor, cache=cache)
+
+    values = fill(0)
+    first = made()
+    assert torch.equal(made().features, first.features) and made().hash == first.hash
+    fill(1)
+    with pytest.raises(UserError, match=r"cache\.safetensors holds images .*, this run needs .*delete the file"):
+        made()
+    cache.unlink()
+    assert made().hash != first.hash
+
+
+def test_a_damaged_reference_cache_is_one_line(tmp_path: Path) -> None:
+    cache, extractor = tmp_path / "cache.safetensors", build_extractor("fd_debug")
+    ev.reference(DATA, extractor, cache=cache)
+    whole = cache.read_bytes()
+    for place in (3, 20, 200, len(whole) // 2, len(whole) - 1):
+        cache.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"cache\.safetensors.*delete the file or pass another --reference-cache"):
+            ev.reference(DATA, extractor, cache=cache)
 
 
 def test_matched_takes_each_once_and_the_first_ones() -> None:

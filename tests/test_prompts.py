@@ -314,4 +314,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "gone.safetensors does not exist" in refused(lambda: read(tmp_path / "gone.safetensors", T2I))
     path = file(tmp_path, text=recorded()[0])
     path.write_bytes(path.read_bytes()[:-9])
-    assert "captions.safetensors is truncated or not safetensors" in refused(lambda: read(path, T2I))
+    assert "captions.safetensors cannot be read, it is truncated" in refused(lambda: read(path, T2I))

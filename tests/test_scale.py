@@ -138,6 +138,21 @@ def test_a_kill_in_the_middle_costs_one_chunk(tmp_path: Path) -> None:
         evaluate(folder, World(), model="other")
 
 
+def test_chunks_of_another_evaluation_are_made_again_though_the_manifest_is_gone(tmp_path: Path) -> None:
+    tensors = {"x": torch.arange(3.0)}
+    one, other = (ChunkStore(tmp_path / "a", {"model": name}, 3, 3) for name in ("one", "other"))
+    one.save(0, tensors)
+    assert torch.equal(one.load(0)["x"], tensors["x"])
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.unlink()
+    for store in (other, ChunkStore(tmp_path / "a", {"model": "one"}, 3, 2)):
+        assert store.shares(0, 1, lambda x: x)[0] == []
+    assert ChunkStore(tmp_path / "a", {"model": "one"}, 3, 3).shares(0, 1, lambda x: x)[0] == [0]
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged .*; delete .* to begin anew"):
+        ChunkStore(tmp_path / "a", {"model": "one"}, 3, 3)
+
+
 def test_a_nan_is_named_before_it_is_kept(tmp_path: Path) -> None:
     class Poisoned(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

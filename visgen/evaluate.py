@@ -7,7 +7,6 @@ reference, extractor and labels, so they compare. Images stream through; none is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import tensors
 from visgen.config import UserError, kind_of
 from visgen.data import Data
 from visgen.decode.noise import Noise, Stream
@@ -91,37 +89,40 @@ def reference(
     on_step: Callable[[int, int], None] | None = None,
     chosen: Sequence[int] | None = None,
 ) -> Reference:
-    """Scores the first n (default all) plain samples of `data`, or those of `chosen`, which are not cached; `cache` is
-    read if it fits and written otherwise."""
+    """Score the first n (default all) plain samples of `data`, or those of `chosen`, which are not cached; `cache` is
+    read if it fits and written otherwise.
+
+    Raises:
+        UserError: the cache is damaged, or of other images, data settings or another extractor.
+    """
     world = world or World()
     n = len(data) if n is None else min(n, len(data))
-    chosen = range(n) if chosen is None else chosen
+    cache, chosen = (cache, range(n)) if chosen is None else (None, chosen)
     name = f"{kind_of(data.config)}/{data.split}"
     wanted = {"name": name, "n": str(n), "extractor": extractor.fingerprint, "config": repr(data.config)}
-    if cache is not None and cache.exists():
-        return _read_reference(cache, wanted)
+    if cache is not None:
+        wanted["images"] = data.fingerprint(chosen)
+        if cache.exists():
+            return _read_reference(cache, wanted)
     features, audit = collect(pictures(data, chosen, world, extractor.batch), len(chosen), extractor, world, on_step)
     if cache is not None and world.rank == 0:
-        temporary = cache.with_name(f".{cache.name}.tmp")
-        save_file({"features": features}, temporary, {**wanted, "hash": audit.hash})
-        os.replace(temporary, cache)  # a kill leaves no half of it
+        tensors.write(cache, {"features": features}, {**wanted, "hash": audit.hash})
     return Reference(name, audit.hash, stats_of(features), features)
 
 
 def _read_reference(path: Path, wanted: dict[str, str]) -> Reference:
-    try:
-        with safe_open(path, framework="pt") as file:
-            about, features = file.metadata() or {}, file.get_tensor("features")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"reference cache {path} is damaged ({error}); delete the file or pass another --reference-cache"
-        ) from None
+    remedy = "delete the file or pass another --reference-cache"
+    found, about = tensors.read(path, remedy)
     for key, value in wanted.items():
         if about.get(key) != value:
             raise UserError(
-                f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; "
-                "delete the file or pass another --reference-cache"
+                f"reference cache {path} holds {key} {about.get(key)!r}, this run needs {value!r}; {remedy}"
             )
+    features = found.get("features", torch.zeros(0))
+    if features.ndim != 2 or len(features) != int(wanted["n"]) or "hash" not in about:
+        raise UserError(
+            f"reference cache {path} holds features {list(features.shape)} of {wanted['n']} images; {remedy}"
+        )
     return Reference(about["name"], about["hash"], stats_of(features), features)
 
 
@@ -363,6 +364,7 @@ def score(
     Moments live on the extractor's device where that has float64.
     """
     world = world or World()
+    ref.stats.require_spread(f"reference {ref.name}")
     device = extractor.device if extractor.device.type == "cuda" else torch.device("cpu")
     width, n = extractor.dims["pool"], protocol.n
     moments = Moments(width, n, protocol.groups, ref.stats.mean, device)

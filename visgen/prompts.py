@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from visgen import tensors
 from visgen.conditions.text import Config as Condition
 from visgen.conditions.text import left_pad
 from visgen.config import UserError
@@ -306,10 +305,7 @@ def read(path: Path, condition: Condition, prompts: Sequence[str] = ()) -> Featu
 def _tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"text.features {path} does not exist; pass a safetensors file with `text` [B, S, C]")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"text.features {path} is truncated or not safetensors ({error}); copy it again") from None
+    return tensors.read(path, "copy it again", finite=False)[0]  # padding may be anything
 
 
 def _checked(found: Mapping[str, Tensor], condition: Condition, path: Path) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from visgen.evaluate import World
 from visgen.generate import Generator, at_a_time
 from visgen.metrics.chunks import ChunkStore
 from visgen.metrics.features import FeatureExtractor
-from visgen.metrics.image_files import NpzWriter
+from visgen.metrics.image_files import write_npz
 from visgen.metrics.images import ImageAudit, require_finite
 from visgen.metrics.protocol import SamplePlan
 from visgen.run_files import WEIGHTS, find_step
@@ -172,15 +172,17 @@ def outputs(chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export_npz(store: ChunkStore, path: Path, size: tuple[int, int]) -> None:
-    """Writes the pixels of all chunks, in the plan's order, as the .npz of the ADM suite; one chunk in memory.
+    """Write the pixels of all chunks, in the plan's order, as the .npz of the ADM suite; one chunk in memory.
 
     Raises:
         UserError: a chunk without all of its pixels.
     """
-    writer = NpzWriter(path, store.n, size)
-    for i in range(len(store)):
-        pixels = store.load(i).get("pixels")
-        if pixels is None or len(pixels) != len(store.part(i)):
-            raise UserError(f"{store.folder}: chunk {i} was made without pixels; delete {store.folder}")
-        writer.write(pixels)
-    writer.close()
+
+    def chunks() -> Iterator[Tensor]:
+        for i in range(len(store)):
+            pixels = store.load(i).get("pixels")
+            if pixels is None or len(pixels) != len(store.part(i)):
+                raise UserError(f"{store.folder}: chunk {i} was made without pixels; delete {store.folder}")
+            yield pixels
+
+    write_npz(path, store.n, size, chunks())

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import tensors
 from visgen.config import UserError
 from visgen.evaluate import Reference, Rows, World
 from visgen.metrics.features import RANDOM, FeatureExtractor
@@ -34,6 +32,7 @@ INCEPTIONS = ("adm-tf1", "clean", "clean-fid")  # whose Fréchet distance is cal
 NEIGHBOURS = {"dinov2-vitl14": 5}  # k of precision and recall (dgm-eval); 3 elsewhere (the ADM suite)
 FEATURES = 10_000  # reference images whose features are kept, unless told: as many as the ADM suite's
 OnStep = Callable[[int, int], None] | None
+REBUILD = "build it again with eval/reference.py"
 
 
 @dataclass
@@ -60,16 +59,13 @@ class Bundle:
         return Bundle(ref.name, ref.hash, ref.stats, None, ref.features)
 
     def save(self, path: Path) -> None:
-        """Writes a safetensors file whose header holds the facts."""
-        tensors = {"pool.mean": self.pool.mean, "pool.cov": self.pool.cov}
+        """Write a safetensors file whose header holds the facts."""
+        held = {"pool.mean": self.pool.mean, "pool.cov": self.pool.cov}
         if self.spatial is not None:
-            tensors |= {"spatial.mean": self.spatial.mean, "spatial.cov": self.spatial.cov}
+            held |= {"spatial.mean": self.spatial.mean, "spatial.cov": self.spatial.cov}
         if self.features is not None:
-            tensors["features"] = self.features
-        header = {**self.facts, "name": self.name, "hash": self.hash, "n": str(self.pool.n)}
-        temporary = path.with_name(f".{path.name}.tmp")
-        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary, header)
-        temporary.replace(path)
+            held["features"] = self.features
+        tensors.write(path, held, {**self.facts, "name": self.name, "hash": self.hash, "n": str(self.pool.n)})
 
 
 def make_bundle(
@@ -135,8 +131,8 @@ def _arrays(path: Path) -> set[str]:
     if not zipfile.is_zipfile(path):
         raise UserError(f"reference {path} is no .npz, or damaged; pass a .safetensors, an .npz or a folder")
     try:
-        with np.load(path) as arrays:
-            return set(arrays.files)
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist()}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"reference {path} is damaged ({error}); copy it again") from None
 
@@ -165,23 +161,26 @@ def _adm(path: Path, extractor: FeatureExtractor, world: World, arrays: set[str]
 def _read(path: Path, extractor: FeatureExtractor) -> Bundle:
     if not path.is_file():
         raise UserError(f"reference {path} does not exist; build it with eval/reference.py")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about, held = dict(file.metadata() or {}), set(file.keys())
-            tensors = {name: file.get_tensor(name) for name in held}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"reference {path} is damaged ({error}); build it again with eval/reference.py") from None
-    if not {"pool.mean", "pool.cov"} <= held or "extractor" not in about:
-        raise UserError(f"reference {path} is no file of eval/reference.py; build one with it")
+    held, about = tensors.read(path, REBUILD)
+    missing = [k for k in ("extractor", "extractor_id", "name", "hash") if k not in about]
+    if missing or not {"pool.mean", "pool.cov"} <= held.keys() or not about.get("n", "").isdecimal():
+        raise UserError(f"reference {path} is no file of eval/reference.py; {REBUILD}")
     if about["extractor"] != extractor.fingerprint:
         raise UserError(
             f"reference {path} is of extractor {about['extractor_id']} ({about['extractor']}), this run has "
             f"{extractor.id} ({extractor.fingerprint}); take that extractor and its weights, or build a reference anew"
         )
-    n = int(about["n"])
-    spatial = Stats(tensors["spatial.mean"], tensors["spatial.cov"], n) if "spatial.mean" in held else None
-    pool = Stats(tensors["pool.mean"], tensors["pool.cov"], n)
-    return Bundle(about["name"], about["hash"], pool, spatial, tensors.get("features"), about)
+    pool, spatial = (
+        Stats.checked(held[f"{part}.mean"], held[f"{part}.cov"], int(about["n"]), path)
+        if {f"{part}.mean", f"{part}.cov"} <= held.keys()
+        else None
+        for part in ("pool", "spatial")
+    )
+    assert pool is not None
+    features = held.get("features")
+    if features is not None and (features.ndim != 2 or features.shape[1] != pool.dim):
+        raise UserError(f"reference {path}: its features are {list(features.shape)}, not [n, {pool.dim}]; {REBUILD}")
+    return Bundle(about["name"], about["hash"], pool, spatial, features, about)
 
 
 def require_reference(ref: Bundle, size: tuple[int, int] | None, crop: str | None = None) -> None:
@@ -235,6 +234,7 @@ class Tally:
         self.neighbours = neighbours  # precision and recall
         self.ref, self.n, self.groups, self.world, self.allow_small = ref, n, groups, world, allow_small
         self.id = extractor.id
+        ref.pool.require_spread(f"reference {ref.name}")
         for count, what in ((n, "images"), (ref.pool.n, "reference images")):
             require_enough(count, extractor.dims["pool"], extractor.id, allow_small, what)
         if extractor.dims["pool"] != ref.pool.dim:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from visgen.config import UserError
 from visgen.metrics.frechet import Moments, frechet_distance
-from visgen.metrics.image_files import FolderImages, NpzImages, NpzWriter
+from visgen.metrics.image_files import FolderImages, NpzImages, write_npz
 from visgen.metrics.inception_score import InceptionScore
 from visgen.metrics.prdc import precision_recall
 from visgen.metrics.report import diagnose
@@ -143,22 +143,16 @@ def test_an_npz_is_read_as_a_stream(tmp_path: Path, save, world: int) -> None:  
 
 def test_what_is_written_is_what_numpy_reads(tmp_path: Path) -> None:
     images, path = pictures(10), tmp_path / "samples.npz"
-    writer = NpzWriter(path, 10, (8, 6))
-    for part in images.split(4):
-        writer.write(part)
-    assert not path.exists()
-    writer.close()
+    write_npz(path, 10, (8, 6), images.split(4))
     with np.load(path) as arrays:
         assert arrays.files == ["arr_0"] and arrays["arr_0"].dtype == np.uint8
         assert np.array_equal(arrays["arr_0"], images.permute(0, 2, 3, 1).numpy())
     assert torch.equal(next(NpzImages(path).rows(10))[0], images)
-    short = NpzWriter(tmp_path / "short.npz", 10, (8, 6))
-    short.write(images[:3])
     with pytest.raises(UserError, match="3 of 10 images were written"):
-        short.close()
+        write_npz(tmp_path / "short.npz", 10, (8, 6), [images[:3]])
     assert [p.name for p in tmp_path.iterdir()] == ["samples.npz"]
     with pytest.raises(UserError, match=r"images torch.float32 \[2, 3, 8, 6\] do not fit"):
-        NpzWriter(tmp_path / "b.npz", 2, (8, 6)).write(images[:2].float())
+        write_npz(tmp_path / "b.npz", 2, (8, 6), [images[:2].float()])
 
 
 @pytest.mark.parametrize(

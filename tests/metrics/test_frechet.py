@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -209,10 +211,65 @@ def test_statistics_files(tmp_path):
     np.savez(tmp_path / "adm.npz", mu=stats.mean.numpy(), sigma=stats.cov.numpy())
     exact, _ = Stats.load(tmp_path / "adm.npz")
     assert exact.n == 0 and frechet_distance(stats, exact).n_ref is None
-    with pytest.raises(UserError, match="holds mu, sigma; expected mu_s and sigma_s"):
+    with pytest.raises(UserError, match="holds mu, sigma; expected mu_s"):
         Stats.load(tmp_path / "adm.npz", keys=("mu_s", "sigma_s"))
     with pytest.raises(UserError, match=r"none\.npz do not exist"):
         Stats.load(tmp_path / "none.npz")
+
+
+def test_no_flipped_bit_of_statistics_goes_unseen(tmp_path):
+    """Of ours by the file's checksum; of an .npz by the archive's, which its time stamps are not part of."""
+    stats, rng = _moments(_features(300, 8)).stats(), random.Random(0)
+    stats.save(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "a.npz", mu=stats.mean.numpy(), sigma=stats.cov.numpy())
+    for path in (tmp_path / "a.safetensors", tmp_path / "a.npz"):
+        whole = path.read_bytes()
+        for bit in rng.sample(range(8 * len(whole)), 300):
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            try:
+                found, _ = Stats.load(path)
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                assert (
+                    path.suffix == ".npz" and torch.equal(found.cov, stats.cov) and torch.equal(found.mean, stats.mean)
+                )
+
+
+@pytest.mark.parametrize(
+    ("mu", "sigma", "said"),
+    [
+        (np.ones(3), np.eye(4), "do not fit"),
+        (np.ones(3), np.ones(9), "do not fit"),
+        (np.ones((3, 1)), np.eye(3), "do not fit"),
+        (np.ones(0), np.ones((0, 0)), "do not fit"),
+        (np.array([1, np.nan, 1]), np.eye(3), "tensor mean holds a value that is not finite"),
+        (np.ones(3), np.diag([1, np.inf, 1]), "tensor covariance holds a value that is not finite"),
+        (np.ones(3), np.eye(3) + np.triu(np.full((3, 3), 0.1), 1), "is not symmetric"),
+        (np.ones(3), np.diag([1, -1, 1]), "has a negative variance"),
+        (np.ones(3), np.zeros((3, 3)), "has no spread"),
+        (np.zeros(3), np.zeros((3, 3)), "has no spread"),
+        (np.array(["a"] * 3), np.eye(3), "'mu' cannot be read"),
+        (np.array([None] * 3), np.eye(3), "'mu' cannot be read"),
+    ],
+)
+def test_files_that_hold_no_statistics_are_one_line(tmp_path, mu, sigma, said):
+    np.savez(tmp_path / "a.npz", mu=mu, sigma=sigma)
+    with pytest.raises(UserError, match=said) as found:
+        Stats.load(tmp_path / "a.npz")
+    assert "\n" not in str(found.value) and str(tmp_path / "a.npz") in str(found.value)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 7.0])
+def test_a_reference_without_spread_is_one_line(value):
+    same = torch.full((300, 8), value)
+    with pytest.raises(UserError, match="the reference: all its images have equal features, so it has no spread"):
+        frechet_distance(_moments(_features(300, 8)), _moments(same))
+    with pytest.raises(UserError, match="has no spread"):
+        frechet_distance(_moments(_features(300, 8)), Stats(same[0].double(), torch.zeros(8, 8, dtype=torch.float64)))
+    assert frechet_distance(_moments(same), _moments(_features(300, 8))).value > 0, "the generated set may have none"
 
 
 def test_noise_floor_of_a_sampled_reference_adds_up():

@@ -6,6 +6,7 @@ sample looks like therefore depends neither on the worker nor on the number of p
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
@@ -68,6 +69,14 @@ class Data(ABC):
         memory override it: it is the fast path of `encode` and of reference statistics."""
         samples = [self.get(int(i)) for i in indices]
         return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in samples[0]}
+
+    def fingerprint(self, indices: Sequence[int]) -> str:
+        """Return a hash that changes where one of the plain samples does. This one is of their pixels; a source of
+        files has one of their names, sizes and times instead, and reads none."""
+        digest = hashlib.sha256()
+        for start in range(0, len(indices), 256):
+            digest.update(self.get_many(indices[start : start + 256])["pixels"].numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
         """Plain views of samples: `pixels` uint8 [B, V, T, 3, H, W] and `label` [B].

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -130,6 +130,13 @@ class ImageData(Data):
             sample["map"] = to_pixels(self._shown(shown, again, exact=True))
         return sample | self._more(index, augment)
 
+    def fingerprint(self, indices: Sequence[int]) -> str:
+        return stamps((self._name(i) for i in indices), self._sources(indices))
+
+    def _sources(self, indices: Sequence[int]) -> Iterable[Path]:
+        """The files that hold these samples."""
+        return (Path(self._name(i)) for i in indices)
+
     def _more(self, index: int, augment: np.random.Generator | None) -> dict[str, Any]:
         """What else the sample has, drawn after its pixels."""
         return {}
@@ -177,6 +184,18 @@ class ImageData(Data):
             else:
                 picture = Image.fromarray(self.read_map(path).permute(1, 2, 0).contiguous().numpy())
             return image, picture.resize(image.size, Image.Resampling.NEAREST)
+
+
+def stamps(names: Iterable[str], files: Iterable[Path]) -> str:
+    """Return a hash of the names of samples, and of the sizes and times of their files."""
+    digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape"))
+    for path in files:
+        try:
+            about = path.stat()
+            digest.update(f"{about.st_size} {about.st_mtime_ns}\n".encode())
+        except OSError:  # what is wrong with it is said when it is read
+            digest.update(b"none\n")
+    return digest.hexdigest()[:16]
 
 
 def held_out_by_name(name: bytes, fraction: float) -> bool:

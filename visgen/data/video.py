@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from visgen.config import UserError
 from visgen.data import Data, Split
 from visgen.data._clips import ANIMATION, VIDEO, av, count, read_clip, too_short
 from visgen.data._folders import find_samples
-from visgen.data._source import OnError, Readable, split_by_name
+from visgen.data._source import OnError, Readable, split_by_name, stamps
 from visgen.files import from_home
 
 
@@ -70,6 +71,10 @@ class Video(Data):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+    def fingerprint(self, indices: Sequence[int]) -> str:
+        paths = [self._paths[i] for i in indices]
+        return stamps(map(str, paths), paths)
 
     @property
     def skipped(self) -> int:  # type: ignore[override]

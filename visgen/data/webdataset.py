@@ -16,6 +16,7 @@ import os
 import re
 import tarfile
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -99,6 +100,9 @@ class WebDataset(ImageData):
         if len(data) < size:
             raise OSError(f"the tar ends after {len(data)} of its {size} bytes")
         return BytesIO(data)
+
+    def _sources(self, indices: Sequence[int]) -> Iterable[Path]:
+        return self._shards
 
     def _name(self, index: int) -> str:
         return f"{self._shards[int(self._where[index, 0])]}:{os.fsdecode(self._keys[index].item())}"

@@ -4,24 +4,23 @@
     FOLDER/chunk_00003.safetensors    features, image hashes and more of one contiguous range of indices, in their order
 
 A file is written beside its place and moved there when it is complete. Chunks belong to nobody: those that are missing
-are dealt out anew to however many processes there are. The bytes of a chunk carry their own hash, so one that a full or
-failing disk has damaged is made again.
+are dealt out anew to however many processes there are. A chunk carries its own checksum and the hash of what it is of:
+one that a full or failing disk has damaged is made again, and so is one of another evaluation.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import tensors
 from visgen.config import UserError
+from visgen.files import read_json, write_json
 from visgen.metrics.images import AllReduce
 
 MANIFEST = "manifest.json"
@@ -42,21 +41,20 @@ class ChunkStore:
 
     def __init__(self, folder: Path, identity: Mapping[str, str], n: int, size: int, rank: int = 0) -> None:
         self.folder, self.n, self.size, self.rank = folder, n, size, rank
-        wanted = {**{k: str(v) for k, v in identity.items()}, "n": str(n), "chunk": str(size)}
-        self.told = json.dumps(wanted, indent=1, sort_keys=True).encode()  # written with the first chunk
+        self.wanted = {**{k: str(v) for k, v in identity.items()}, "n": str(n), "chunk": str(size)}
+        self.hash = hashlib.sha256(json.dumps(self.wanted, sort_keys=True).encode()).hexdigest()[:16]
+        self._told = False  # whether the manifest is known to be there
         path = folder / MANIFEST
         if path.is_file() and any(folder.glob("chunk_*.safetensors")):
-            try:
-                held = json.loads(path.read_text())
-            except json.JSONDecodeError:
-                raise UserError(f"{path} is damaged; delete {folder} to begin anew") from None
-            for name in sorted({*held, *wanted}):
-                if held.get(name) != wanted.get(name):
-                    there, here = difference(held.get(name), wanted.get(name))
+            held = read_json(path, f"delete {folder} to begin anew")
+            for name in sorted({*held, *self.wanted}):
+                if held.get(name) != self.wanted.get(name):
+                    there, here = difference(held.get(name), self.wanted.get(name))
                     raise UserError(
                         f"{folder} holds chunks of {name} {there}, this run has {here}; delete it, or pass another "
                         "--out"
                     )
+            self._told = True
 
     def __len__(self) -> int:
         return -(-self.n // self.size)
@@ -77,22 +75,20 @@ class ChunkStore:
         done, missing = (torch.nonzero(there == value).flatten().tolist() for value in (1, 0))
         return done[rank::world], missing[rank::world]
 
-    def save(self, i: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes chunk i: tensors on the CPU."""
-        kept = {name: value.contiguous() for name, value in tensors.items()}
-        path = self._path(i)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    def save(self, i: int, chunk: Mapping[str, Tensor]) -> None:
+        """Write chunk i: tensors on the CPU.
+
+        Raises:
+            UserError: it cannot be written, for example because the disk is full; chunks that are there stay.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            manifest = self.folder / MANIFEST
-            if not manifest.is_file() or manifest.read_bytes() != self.told:
-                write_whole(manifest, self.told)
-            save_file(kept, temporary, {"sha256": _hash(kept)})
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be written ({error}); make room, chunks that are there stay") from error
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be made ({error.strerror}); pass another --out") from error
+        if not self._told:
+            write_json(self.folder / MANIFEST, self.wanted)
+            self._told = True
+        tensors.write(self._path(i), chunk, {"evaluation": self.hash})
 
     def load(self, i: int) -> dict[str, Tensor]:
         """The tensors of chunk i.
@@ -120,19 +116,17 @@ class ChunkStore:
 
     def _read(self, i: int) -> dict[str, Tensor] | None:
         try:
-            with safe_open(self._path(i), framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                told = (file.metadata() or {}).get("sha256")
-        except (SafetensorError, OSError):
+            found, about = tensors.read(self._path(i), "it is made again", finite=False)
+        except UserError:
             return None
-        return tensors if told == _hash(tensors) else None
+        return found if about.get("evaluation") == self.hash else None
 
 
 def difference(held: str | None, wanted: str | None) -> tuple[str | None, str | None]:
     """Two values of an identity; of settings as JSON the part that differs alone."""
     try:
         there, here = json.loads(held or ""), json.loads(wanted or "")
-    except json.JSONDecodeError:
+    except (TypeError, ValueError, RecursionError):
         return held, wanted
     path = ""
     while isinstance(there, dict) and isinstance(here, dict):
@@ -141,21 +135,3 @@ def difference(held: str | None, wanted: str | None) -> tuple[str | None, str | 
             break
         path, there, here = f"{path}.{key}" if path else key, there.get(key), here.get(key)
     return f"{path} {json.dumps(there)}".strip(), f"{path} {json.dumps(here)}".strip()
-
-
-def _hash(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-    return digest.hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -11,7 +11,9 @@ images.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,14 +22,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visgen import tensors
 from visgen.config import UserError
 from visgen.metrics.images import AllReduce, require_finite
 from visgen.metrics.intervals import interval, jackknife, t_central
 from visgen.metrics.protocol import Score, group_of
+
+AGAIN = "copy the file again, or build the statistics anew"
+ASYMMETRY = 1e-4  # of a covariance, relative to its largest value; float32 rounding is 1e-7
+SPREAD = 1e-6  # deviation of features, relative to their mean, below which they are equal but for rounding
+LARGEST = 1 << 30  # bytes of a member of an .npz
 
 
 @dataclass(eq=False)
@@ -63,29 +69,73 @@ class Stats:
         return self if same else Stats(self.mean.to(device), self.cov.to(device), self.n)
 
     def save(self, path: str | Path, **about: str) -> None:
-        """Writes a safetensors file; `about` (e.g. protocol fields) goes into its header."""
-        tensors = {"mean": self.mean.cpu().contiguous(), "cov": self.cov.cpu().contiguous(), "n": torch.tensor(self.n)}
-        save_file(tensors, path, metadata=about)
+        """Write a safetensors file; `about` (e.g. protocol fields) goes into its header."""
+        tensors.write(Path(path), {"mean": self.mean, "cov": self.cov, "n": torch.tensor(self.n)}, about)
 
     @classmethod
     def load(cls, path: str | Path, keys: tuple[str, str] = ("mu", "sigma")) -> tuple[Stats, dict[str, str]]:
         """Statistics and header of a file of `save`, or of an .npz with `keys` (ADM: mu, sigma; sFID: mu_s, sigma_s).
 
         The header always holds `sha256` of the file. An .npz does not say its N: it counts as exact.
+
+        Raises:
+            UserError: the file is missing or damaged, or holds no statistics.
         """
         path = Path(path)
         if not path.is_file():
             raise UserError(f"reference statistics {path} do not exist; pass a .safetensors or .npz file")
-        about = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        with open(path, "rb") as file:
+            about = {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         if path.suffix == ".npz":
-            with np.load(path) as arrays:
-                if any(key not in arrays for key in keys):
-                    raise UserError(f"{path} holds {', '.join(arrays.files)}; expected {' and '.join(keys)}")
-                mean, cov = (torch.from_numpy(np.asarray(arrays[key], dtype=np.float64)) for key in keys)
-            return cls(mean, cov), about
-        with safe_open(path, framework="pt") as file:
-            stats = cls(file.get_tensor("mean"), file.get_tensor("cov"), int(file.get_tensor("n")))
-            return stats, {**(file.metadata() or {}), **about}
+            return cls.checked(_member(path, keys[0]), _member(path, keys[1]), 0, path), about
+        found, header = tensors.read(path, AGAIN)
+        if not {"mean", "cov", "n"} <= found.keys() or found["n"].numel() != 1:
+            raise UserError(f"{path} holds no mean, cov and n; {AGAIN}")
+        return cls.checked(found["mean"], found["cov"], int(found["n"]), path), {**header, **about}
+
+    @classmethod
+    def checked(cls, mean: Tensor, cov: Tensor, n: int, path: Path) -> Stats:
+        """Return statistics that were read from the file `path`.
+
+        Raises:
+            UserError: they are no mean and covariance, or the covariance is zero.
+        """
+        if mean.ndim != 1 or not len(mean) or cov.shape != (len(mean), len(mean)):
+            raise UserError(f"{path}: mean {list(mean.shape)} and covariance {list(cov.shape)} do not fit; {AGAIN}")
+        if n < 0:
+            raise UserError(f"{path}: its number of images is {n}; {AGAIN}")
+        mean, cov = mean.double(), cov.double()
+        tensors.check_finite({"mean": mean, "covariance": cov}, path, AGAIN)
+        if (cov - cov.T).abs().max() > ASYMMETRY * cov.abs().max():
+            raise UserError(f"{path}: its covariance is not symmetric; {AGAIN}")
+        if cov.diagonal().min() < 0:
+            raise UserError(f"{path}: its covariance has a negative variance; {AGAIN}")
+        stats = cls(mean, cov, n)
+        stats.require_spread(str(path))
+        return stats
+
+    def require_spread(self, name: str) -> None:
+        """Raise `UserError` where all features of the set `name` are equal: there is nothing to compare with."""
+        if self.cov.diagonal().max() <= SPREAD**2 * self.mean.square().max():
+            raise UserError(f"{name}: all its images have equal features, so it has no spread; pass other images")
+
+
+def _member(path: Path, key: str) -> Tensor:
+    """Return an array of an .npz, float64; the archive's own checksum of it is compared."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            if key not in names:
+                raise UserError(f"{path} holds {', '.join(names)}; expected {key}")
+            if archive.getinfo(f"{key}.npy").file_size > LARGEST:
+                raise UserError(f"{path}: '{key}' is larger than statistics of any extractor; {AGAIN}")
+            array = np.lib.format.read_array(io.BytesIO(archive.read(f"{key}.npy")), allow_pickle=False)
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+    except UserError:
+        raise
+    except Exception as error:  # damaged archives and arrays raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged: '{key}' cannot be read ({reason}); {AGAIN}") from None
 
 
 class Moments:
@@ -244,7 +294,12 @@ def require_enough(
 
 
 def frechet_terms(gen: Stats, ref: Stats) -> dict[str, float]:
-    """`distance` and its parts: mean, tr_ref, tr_gen, tr_sqrt, min_eig (of the product), rank_ok (1 or 0)."""
+    """`distance` and its parts: mean, tr_ref, tr_gen, tr_sqrt, min_eig (of the product), rank_ok (1 or 0).
+
+    Raises:
+        UserError: the reference has no spread.
+    """
+    ref.require_spread("the reference")
     cross = ref.root.T @ gen.cov @ ref.root  # [rank, rank]
     spectrum = torch.linalg.eigvalsh((cross + cross.T) / 2)
     mean = (gen.mean - ref.mean).square().sum()

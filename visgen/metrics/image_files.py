@@ -7,7 +7,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from visgen.config import UserError
+from visgen.files import publishing
 from visgen.image_files import SUFFIXES, Unreadable, decoding, find_files, open_image, opened, warn_once
 
 KEY = "arr_0"
@@ -158,45 +159,32 @@ def open_images(path: Path, lossy: bool = False) -> NpzImages | FolderImages:
     return FolderImages(path, lossy) if path.is_dir() else NpzImages(path)
 
 
-class NpzWriter:
-    """Writes uint8 images [B, 3, H, W] one batch after the other into one .npz with `arr_0`; constant memory.
-
-    A file that is not complete never stands at `path`.
+def write_npz(path: Path, n: int, size: tuple[int, int], batches: Iterable[Tensor]) -> None:
+    """Write n uint8 images, in batches [B, 3, H, W], into one .npz with `arr_0`; constant memory.
 
     Args:
-        n: images that will come.
         size: (H, W).
+
+    Raises:
+        UserError: images of another type or size, another number than n, or a file that cannot be written. A file that
+            is not complete never stands at `path`.
     """
-
-    def __init__(self, path: Path, n: int, size: tuple[int, int]) -> None:
-        self.path, self.n, self.size, self.written = path, n, size, 0
-        self.temporary = path.with_name(f".{path.name}.tmp")
-        self.archive = zipfile.ZipFile(self.temporary, "w", zipfile.ZIP_STORED, allowZip64=True)
-        self.member = self.archive.open(f"{KEY}.npy", "w", force_zip64=True)
-        header = {"descr": "|u1", "fortran_order": False, "shape": (n, *size, 3)}
-        np.lib.format.write_array_header_1_0(self.member, header)
-
-    def write(self, images: Tensor) -> None:
-        if images.dtype != torch.uint8 or images.shape[1:] != (3, *self.size):
-            raise UserError(
-                f"images {images.dtype} {list(images.shape)} do not fit {self.path}; expected uint8 [B, 3, "
-                f"{self.size[0]}, {self.size[1]}]"
-            )
-        self.member.write(images.permute(0, 2, 3, 1).contiguous().numpy().tobytes())
-        self.written += len(images)
-
-    def close(self) -> None:
-        """Moves the file to its place.
-
-        Raises:
-            UserError: not all n images were written.
-        """
-        self.member.close()
-        self.archive.close()
-        if self.written != self.n:
-            self.temporary.unlink()
-            raise UserError(f"{self.path}: {self.written} of {self.n} images were written; not kept")
-        os.replace(self.temporary, self.path)
+    written = 0
+    with publishing(path) as unfinished:
+        with (
+            zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+            archive.open(f"{KEY}.npy", "w", force_zip64=True) as member,
+        ):
+            header = {"descr": "|u1", "fortran_order": False, "shape": (n, *size, 3)}
+            np.lib.format.write_array_header_1_0(member, header)
+            for images in batches:
+                if images.dtype != torch.uint8 or images.shape[1:] != (3, *size):
+                    found = f"images {images.dtype} {list(images.shape)}"
+                    raise UserError(f"{found} do not fit {path}; expected uint8 [B, 3, {size[0]}, {size[1]}]")
+                member.write(images.permute(0, 2, 3, 1).contiguous().numpy().tobytes())
+                written += len(images)
+        if written != n:
+            raise UserError(f"{path}: {written} of {n} images were written; not kept")
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from visgen.config import UserError
-from visgen.files import write_text
+from visgen.files import read_json, write_text
 from visgen.metrics.frechet import Comparison, compare
 from visgen.metrics.protocol import EvalProtocol, Score, finite, require_same
 
@@ -98,7 +98,7 @@ class Report:
         path = path / "report.json" if path.is_dir() else path
         if not path.is_file():
             raise UserError(f"report {path} does not exist; pass a report.json or its folder")
-        data = json.loads(path.read_text())
+        data = read_json(path, "measure again")
         protocol = EvalProtocol.from_dict(data["protocol"])
         if protocol.hash != data["protocol"]["hash"]:
             raise UserError(f"report {path}: its protocol was edited (hash {protocol.hash}); measure again")
