@@ -82,7 +82,7 @@ def main() -> None:
     if settings.compile != "config":
         changed["compile"] = settings.compile != "none"
         changed["compiled"] = "whole" if settings.compile == "whole" else "blocks"
-    loop = dataclasses.replace(loop, **changed)
+    loop = dataclasses.replace(loop, **changed).resolved()
     accelerator = make_accelerator(loop)
     out = writable(settings.out, "--out")
     seed_process(loop.seed, BUILD)

@@ -29,7 +29,7 @@ from visgen.data import Data, Split, Views
 from visgen.data import codes as cache
 from visgen.data.codes import Codes
 from visgen.files import from_home
-from visgen.launch import Progress, cpus, on_cpu
+from visgen.launch import Progress, cpus, on_cpu, reader
 from visgen.metrics.features import exact_float32
 from visgen.tokenizers import Tokenizer
 
@@ -313,7 +313,8 @@ def _encode_shards(
         ends[len(jobs) - 1] = number  # the job that completes this shard
     device = _device(tokenizer.eval())
     source = _Jobs(data, index, jobs)
-    loader = DataLoader(source, batch_size=None, num_workers=min(workers, cpus()), pin_memory=device.type == "cuda")
+    pin, readers = device.type == "cuda", min(workers, cpus())
+    loader = DataLoader(source, batch_size=None, num_workers=readers, pin_memory=pin, worker_init_fn=reader)
     codes: list[Tensor] = []
     labels: list[Tensor] = []
     done, total = 0, sum(map(len, jobs))

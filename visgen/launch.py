@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import mimetypes
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +26,8 @@ from rich.progress import Progress as Bar
 from visgen.checks import printable
 from visgen.config import UserError
 
+WATCH = 2.0  # seconds between two looks of a data-reading process at its parent
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 EVERY = 30.0  # seconds between the lines that stand for a bar where there is no terminal
 
 
@@ -62,9 +69,46 @@ def out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a GPU, or this machine's CPU, computes in bfloat16 itself; a CPU that emulates it is slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:  # no Linux
+        return False
+    return any(word in words for word in ("avx512_bf16", "amx_bf16", "bf16"))  # the last is ARM's
+
+
 def cpus() -> int:
     """How many CPUs this process may use; more data-reading processes than these only slow it down."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def reader(worker: int) -> None:
+    """Prepare a data-reading process (`worker_init_fn` of a DataLoader).
+
+    Signals to the group of its parent, as a terminal sends them, do not reach it: a training needs its readers to the
+    end of the step. It ends when its parent has ended, also after kill -9 and while it writes into a full pipe.
+    """
+    os.setpgrp()
+    signal.set_wakeup_fd(-1)
+    before, parent = os.getppid(), multiprocessing.parent_process()
+    _die_with_parent()
+
+    def watch() -> None:
+        while os.getppid() == before and (parent is None or parent.is_alive()):
+            time.sleep(WATCH)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for SIGKILL at the end of the parent; `reader` watches as well, for other systems."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def memory() -> int:

@@ -101,14 +101,13 @@ def test_previews_do_not_change_the_training(whole, tmp_path):
     assert metrics(run) == metrics(whole)
 
 
-def test_a_preview_that_fails_loses_nothing(tmp_path, monkeypatch):
+def test_a_preview_that_fails_loses_nothing(tmp_path, monkeypatch, capsys):
     def fail(*given):
         raise UserError("sampler.frames 3 are not whole blocks")
 
     monkeypatch.setattr(loops, "_preview", fail)
-    with pytest.raises(UserError, match="not whole blocks"):
-        train(tmp_path / "run", "--loop.preview-every", "2", "--loop.save-every", "2")
-    assert [step.name for step in run_files.find_steps(tmp_path / "run")] == ["step_0000002"]
+    run = train(tmp_path / "run", "--loop.preview-every", "2", "--loop.save-every", "2")
+    assert len(run_files.find_steps(run)) == 3 and "not whole blocks" in capsys.readouterr().err
     assert any("objective.preview.sampler.frames".startswith(f"{name}.") for name in program.NEUTRAL)
 
 

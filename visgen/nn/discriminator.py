@@ -100,15 +100,22 @@ def build_discriminator(config: Config) -> nn.Module:
 
 
 class LeCam(nn.Module):
-    """Keeps the logits near moving means of the opposite side; its state is saved and equal on every rank."""
+    """Keeps the logits near moving means of the opposite side; its state is saved and equal on every rank.
+
+    The means take one update a step of the optimiser, by the mean over its micro-batches.
+    """
+
+    micro_batch = (0, 1)  # which of how many micro-batches of a step the next training forward sees; set by the loop
 
     def __init__(self, decay: float) -> None:
         super().__init__()
         self.decay = decay
+        self.register_buffer("pending", torch.zeros(2), persistent=False)  # sums of this step so far: real, fake
         self.register_buffer("real", torch.zeros(()))
         self.register_buffer("fake", torch.zeros(()))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
+    pending: Tensor
     real: Tensor
     fake: Tensor
     updates: Tensor
@@ -129,6 +136,11 @@ class LeCam(nn.Module):
 
     @torch.no_grad()
     def _update(self, means: Tensor) -> None:
+        part, parts = self.micro_batch
+        self.pending.copy_(self.pending + means if part else means)
+        if part < parts - 1:
+            return
+        means = self.pending / parts
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(means)
             means = means / dist.get_world_size()

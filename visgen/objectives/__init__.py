@@ -43,6 +43,13 @@ class Objective(ABC):
     frozen: dict[str, nn.Module]
     export: str
 
+    def check_steps(self, steps: int) -> None:
+        """Refuse, before anything is read, a training of so few steps that a part of it never begins.
+
+        Raises:
+            UserError: it names a value that fits.
+        """
+
     def setup(self, data: Data) -> None:
         """Before training: reads frozen weights, checks that data and config agree.
 

@@ -118,6 +118,15 @@ class VQ(Objective):
         self._fakes: list[tuple[Tensor, Tensor]] = []  # (pixels, reconstruction) of this step's micro-batches
         self._step = -1
 
+    def check_steps(self, steps: int) -> None:
+        name = "objective.tokenizer.quantizer.init_after"
+        bypassed = getattr(getattr(self.config.tokenizer, "quantizer", None), "init_after", -1)
+        if bypassed >= steps and self.config.start is None:
+            raise UserError(
+                f"{name} is {bypassed}, loop.steps {steps}: the codebook would never be used; for a short trial pass "
+                f"--{name} {steps // 10}"
+            )
+
     def setup(self, data: Data) -> None:
         losses, wanted = self.config.losses, tuple(self.exported().image_size)
         if hasattr(data, "grid"):

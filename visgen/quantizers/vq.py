@@ -9,7 +9,10 @@ are one rule (`_restart`), pure tensor code without a host read, driven by saved
 initialises again, and no random generator is consumed.
 
 Restarts leave Adam's moments of the row alone: a code dies only after a long time without gradient, so its first
-moment has decayed to nothing. A step here is one training forward.
+moment has decayed to nothing.
+
+A step here is one step of the optimiser. The first of its micro-batches (`micro_batch`) offers the vectors that replace
+dead codes, the last one enters the codes of all into the statistics. The entropy loss sees one micro-batch.
 """
 
 from __future__ import annotations
@@ -51,9 +54,11 @@ class VQ(Quantizer):
     """See the module's docstring. Metrics: `usage`, `perplexity` (moving, of all ranks), `restarts`, `distance`."""
 
     no_decay = True  # asks the optimiser to leave the table's norm alone
+    micro_batch = (0, 1)  # which of how many micro-batches of a step the next training forward sees; set by the loop
     steps: Tensor
     share: Tensor
     idle: Tensor
+    pending: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -61,9 +66,10 @@ class VQ(Quantizer):
         self.vocab, self.channels = config.codes, config.channels
         table = torch.empty(config.codes, config.channels).uniform_(-1 / config.codes, 1 / config.codes)
         self.table = nn.Parameter(self._scale(table))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # training forwards seen
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # training steps seen
         self.register_buffer("share", torch.ones(config.codes))  # moving share of the tokens, times codes
         self.register_buffer("idle", torch.full((config.codes,), 2**40))  # tokens since the code was last chosen
+        self.register_buffer("pending", torch.zeros(config.codes), persistent=False)  # counts of this step so far
 
     def forward(self, vectors: Tensor) -> Quantized:
         """vectors [B, N, C] -> straight-through codes; in training mode counts, initialises and restarts."""
@@ -82,7 +88,9 @@ class VQ(Quantizer):
             }
             if config.entropy > 0:
                 losses["entropy"] = on * config.entropy * self._entropy(z, table)
-            metrics = {"distance": F.mse_loss(codes, z).detach() * self.channels, "restarts": restarts}
+            metrics = {"distance": F.mse_loss(codes, z).detach() * self.channels}
+            if self.training and self.micro_batch[0] == 0:
+                metrics["restarts"] = restarts
             if self.training:
                 metrics |= self._count(ids.view(-1))
             return Quantized(z + on * (codes - z).detach(), ids, losses, metrics)
@@ -104,7 +112,8 @@ class VQ(Quantizer):
     # ---------------------------------------------------------------------------------- statistics, alike on ranks
 
     def _may_restart(self) -> bool:
-        return self.training and (self.config.init_after >= 0 or self.config.restart_below > 0)
+        wanted = self.config.init_after >= 0 or self.config.restart_below > 0
+        return self.training and self.micro_batch[0] == 0 and wanted
 
     @torch.no_grad()
     def _restart(self, flat: Tensor) -> Tensor:
@@ -147,13 +156,18 @@ class VQ(Quantizer):
 
     @torch.no_grad()
     def _count(self, ids: Tensor) -> dict[str, Tensor]:
-        """Enters ids [M] into the moving statistics; returns usage and perplexity."""
-        config = self.config
-        counts = torch.zeros_like(self.share).scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+        """Enter the ids [M] of all micro-batches of a step into the moving statistics, with the last one; return usage
+        and perplexity then. They are not a number while quantisation is bypassed."""
+        config, (part, parts) = self.config, self.micro_batch
+        ones = torch.ones_like(ids, dtype=torch.float32)
+        self.pending.copy_((self.pending if part else torch.zeros_like(self.pending)).scatter_add(0, ids, ones))
+        if part < parts - 1:
+            return {}
+        counts = self.pending.clone()
         world = _world()[0]
         if world > 1:
             dist.all_reduce(counts)
-        tokens = ids.shape[0] * world
+        tokens = ids.shape[0] * world * parts
         live = self.steps >= config.init_after
         share = torch.lerp(self.share, counts * (config.codes / tokens), 1 - config.decay)
         self.share.copy_(torch.where(live, share, self.share))
@@ -161,7 +175,8 @@ class VQ(Quantizer):
         self.steps += 1
         usage = (self.idle < max(config.window * config.codes, tokens)).float().mean()
         p = self.share / self.share.sum()
-        return {"usage": usage, "perplexity": (-(p * (p + 1e-12).log()).sum()).exp()}
+        found = {"usage": usage, "perplexity": (-(p * (p + 1e-12).log()).sum()).exp()}
+        return {name: torch.where(live, value, torch.nan) for name, value in found.items()}
 
     def _entropy(self, z: Tensor, table: Tensor) -> Tensor:
         """Mean entropy of the assignments minus the entropy of the mean assignment (over all ranks).

@@ -68,8 +68,10 @@ class ConvKL(ContinuousTokenizer):
 
 
 class Normaliser(nn.Module):
-    """Moving mean and mean square of every channel, alike on every process."""
+    """Moving mean and mean square of every channel, alike on every process; one update a step of the optimiser."""
 
+    micro_batch = (0, 1)  # which of how many micro-batches of a step the next training forward sees; set by the loop
+    pending: Tensor  # [2, C]
     mean: Tensor  # [C]
     square: Tensor  # [C]
     steps: Tensor
@@ -77,6 +79,7 @@ class Normaliser(nn.Module):
     def __init__(self, channels: int, decay: float) -> None:
         super().__init__()
         self.decay = decay
+        self.register_buffer("pending", torch.zeros(2, channels), persistent=False)  # sums of this step so far
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("square", torch.ones(channels))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -89,8 +92,13 @@ class Normaliser(nn.Module):
 
     @torch.no_grad()
     def observe(self, latents: Tensor) -> None:
-        """One training step; the first steps are plain means."""
+        """Enter the latents of one micro-batch; the first steps are plain means."""
+        part, parts = self.micro_batch
         found = torch.stack([latents.mean((0, 2, 3)), latents.square().mean((0, 2, 3))])
+        self.pending.copy_(self.pending + found if part else found)
+        if part < parts - 1:
+            return
+        found = self.pending / parts
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(found)
             found = found / dist.get_world_size()

@@ -68,6 +68,7 @@ def measure(
     Raises:
         UserError: an objective that needs files to train, or a batch that cannot be dealt out.
     """
+    loop = loop.resolved()
     shares = accelerator.num_processes * loop.accumulation
     if loop.batch % shares:
         raise UserError(f"batch {loop.batch} is no multiple of processes x accumulation = {shares}")

@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from visgen import files
@@ -30,9 +31,15 @@ from visgen.pictures import grid
 from visgen.train.lines import Lines
 from visgen.train.remote import LogConfig, Remote
 
+BAR = 10 + 1 + 7 + 4  # characters of the bar: itself, "/" of the steps, time left, gaps
+ALWAYS = ("/loss", "/grad_norm")  # have a place in the log also where no value was finite
+
 
 class Meter:
-    """Means of finite device scalars since the last read, and the first step at which one was not finite."""
+    """Means of finite device scalars since the last read, and the first step at which one was not finite.
+
+    A scalar without any finite value, such as the usage of a codebook that is bypassed, is left out.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -75,6 +82,7 @@ class Meter:
             columns[2 * cut + len(bad) :],
         )
         means = {n: sum(t) / sum(c) if sum(c) else math.nan for n, t, c in zip(sums, totals, counts, strict=True)}
+        means = {n: v for n, v in means.items() if not math.isnan(v) or n.endswith(ALWAYS)}
         means |= {n: max(c) for n, c in zip(more, most, strict=True)}
         steps = {n: min(c) for n, c in zip(bad, first, strict=True)}
         self.sums, self.counts, self.bad = {}, {}, {}
@@ -110,11 +118,10 @@ class Log:
         if self.remote.line:
             self.say(self.remote.line)
         columns = (
-            TextColumn("{task.percentage:3.0f}%", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
         )
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=steps, completed=start, text="")
@@ -143,17 +150,22 @@ class Log:
         self._warn_of(warning)
         for step, values, loss in self.untold:
             self._warn_of(self.remote.log(values, step))
-            if loss is None:
-                text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            width = self.console.width - len(f"{self.steps}") * 2 - BAR
+            if self.console.is_terminal:
+                self.bar.update(self.task, text=fitting(parts_of(values, loss), width))
             else:
-                text = f"{loss} {values.get(loss, math.nan):.4f}  {values['images_per_s']:.1f} images/s"
-                text += f"  {values['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in values else ""
-                text += f"  MFU {values['mfu']:.1%}" if "mfu" in values else ""
-                text += f"  data {values['data_wait']:.1%}"
-            self.bar.update(self.task, text=text)
-            if not self.console.is_terminal:
-                self.say(f"step {step}/{self.steps}  {text}")
+                left = "" if loss is None or step == self.steps else f"  {self._left(step)} left"
+                self.say(f"step {step}/{self.steps}  {'  '.join(parts_of(values, loss))}{left}")
         self.untold = []
+
+    def _left(self, step: int) -> timedelta:
+        """Return the time to the last step at the speed since the start."""
+        passed = time.monotonic() - self.time
+        return timedelta(seconds=round(passed / (step - self.start) * (self.steps - step)))
+
+    def passed(self) -> timedelta:
+        """Return the time since the start."""
+        return timedelta(seconds=round(time.monotonic() - self.time))
 
     def images(self, step: int, images: Tensor) -> None:
         """Write images [B, 3, H, W] in [-1, 1] as one grid `previews/step_*.png`, small ones enlarged."""
@@ -197,6 +209,27 @@ class Log:
         if why := self.lines.flush():
             self.say(f"warning: {self.lines.path} lacks {len(self.lines.waiting)} lines ({why})")
         self._warn_of(self.remote.finish())
+
+
+def parts_of(values: Mapping[str, float], loss: str | None) -> list[str]:
+    """Return the parts of a line about `values`, the most important first: the loss and the speed, or all values where
+    `loss` is not named."""
+    if loss is None:
+        return [f"{name} {value:.4f}" for name, value in values.items()]
+    parts = [f"{loss.rpartition('/')[2]} {values.get(loss, math.nan):.4f}", f"{values['images_per_s']:.1f} images/s"]
+    parts.append(f"data {values['data_wait']:.1%}")
+    parts += [f"MFU {values['mfu']:.1%}"] if "mfu" in values else []
+    return parts + ([f"{values['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in values else [])
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """Return the first of the `parts`, as many as fit into `width` characters, but one at least."""
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f"  {part}"
+    return text
 
 
 def report(shown: Console, rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ step are the same objects in each of its turns, so an objective can keep tensors
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from visgen.checks import check
 from visgen.config import UserError
 from visgen.data import Batch, Data, to_batch
 from visgen.launch import cpus, on_cpu
+from visgen.model import Model
 from visgen.nn.blocks import compile_blocks, recompute
 from visgen.objectives import Objective
 from visgen.train.ema import Ema, EmaConfig
@@ -37,7 +39,17 @@ from visgen.train.optim import OptimConfig, build_optimizer, override
 from visgen.train.order import MicroBatches, Order, check_batch, micro_batches, say_killed
 from visgen.train.scoring import Scoring
 from visgen.train.shards import shard, sharding
-from visgen.train.state import LoopConfig, State, keep_tokenizer, mend_export, other_data, restore, save
+from visgen.train.state import (
+    LoopConfig,
+    State,
+    keep_tokenizer,
+    mend_export,
+    other_data,
+    restore,
+    same_meaning,
+    save,
+    unfinished_tokenizer,
+)
 from visgen.train.step import read_meter, train_step
 from visgen.train.throughput import Clock, operations, peak, speeds
 
@@ -73,6 +85,7 @@ def fit(
     """
     for name, settings in (("loop", loop), ("optim", optim), ("ema", ema)):
         check(settings, name)
+    loop = loop.resolved()
     loop.check(objective)
     check_batch(len(data), loop.batch, accelerator.num_processes, loop.accumulation)
     objective.setup(data)
@@ -86,6 +99,7 @@ def fit(
     start, said, in_place = 0, [""], False
     if resume is not None:
         in_place = resume.parent.resolve() == run.resolve()
+        same_meaning(state, resume)
         start, resume, warning = restore(state, resume, fall_back=in_place)
         said = [warning, other_data(state, resume, start)]
     if accelerator.is_main_process:
@@ -97,7 +111,7 @@ def fit(
     try:
         if accelerator.is_main_process:
             _report(state, data, out, start)
-            for line in filter(None, said):
+            for line in filter(None, [*said, unfinished_tokenizer(objective)]):
                 out.say(line)
         if start >= loop.steps:
             out.say(
@@ -161,6 +175,8 @@ def _run(
                         _preview(state, average, preview, done, out)
             if _enough(state):
                 out.say(_lost(state))
+            if _enough(state) or done == loop.steps:
+                _end(state, done, out)
                 break
             if stopping:
                 who = stop.received or "a signal to another process"
@@ -172,6 +188,7 @@ def _run(
 
 def make_accelerator(loop: LoopConfig) -> Accelerator:
     """The processes and devices of this launch."""
+    loop = loop.resolved()
     torch.set_float32_matmul_precision("highest" if loop.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = loop.precision != "fp32"
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -214,7 +231,9 @@ def prepare(
         if sharded:
             nets[name], optimizers[name] = net, accelerator.prepare_optimizer(optimizer)
         else:
-            nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
+            with warnings.catch_warnings():  # torch 2.14 has a new name for it, which 2.11 does not know
+                warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+                nets[name], optimizers[name] = accelerator.prepare(net, optimizer)
     average.follow()
     for module in objective.frozen.values():
         _place(module, accelerator.device).requires_grad_(False).eval()
@@ -276,6 +295,23 @@ def _losses(state: State, average: nn.Module, data: Data, samples: int) -> dict[
 
 def _enough(state: State) -> bool:
     return 0 < state.loop.patience <= state.best.since
+
+
+def _end(state: State, done: int, out: Log) -> None:
+    """Say what has come of the run, and what can be done with it."""
+    if not out.main:
+        return
+    best, run = state.best, state.run
+    out.say(f"done: {done:,} steps, {out.passed()} for {done - out.start:,} of them; {run / run_files.step_name(done)}")
+    if best.step:
+        out.say(f"best held-out {best.metric}: {best.value:g}, at step {best.step} (--step best)")
+    if state.loop.preview_every:
+        out.say(f"previews: {run / 'previews'}")
+    if isinstance(state.objective.exported(), Model):
+        flag = " --step best" if best.step and best.step != done else ""
+        out.say(f"next: python sample.py --checkpoint {run}{flag} --num 16 --out out/{run.name}")
+    else:
+        out.say(f"next: a training with --objective.tokenizer {run}")
 
 
 def _lost(state: State) -> str:

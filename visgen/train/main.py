@@ -98,7 +98,7 @@ def train(argv: list[str], last: bool = False) -> None:
         print(json.dumps(parameters(rehearsed)))
         return
     with lasting("stdout"), lasting("stderr"):
-        _train(with_run(config, argv), rehearsed, last)
+        _train(with_precision(with_run(config, argv)), rehearsed, last)
 
 
 def _train(config: TrainConfig, rehearsed: Objective, last: bool) -> None:
@@ -145,6 +145,19 @@ def with_run(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         files.append(word)
     name = Path(files[-1]).stem if files else configs.kind_of(config.objective)
     return dataclasses.replace(config, loop=dataclasses.replace(config.loop, out=str(Path("runs") / name)))
+
+
+def with_precision(config: TrainConfig) -> TrainConfig:
+    """Return `config` with the precision that auto stands for: of a run that goes on the one that it began with."""
+    loop = config.loop
+    if loop.precision == "auto" and loop.resume != "never":
+        begun = Path(loop.out if loop.resume == "auto" else loop.resume)
+        begun = begun.parent if run_files.is_step(begun) else begun
+        found = begun / "config.yaml"
+        if found.is_file() and run_files.find_steps(begun):
+            before = configs.load(TrainConfig, values=configs.read_yaml(found)).loop.precision
+            loop = dataclasses.replace(loop, precision=before)
+    return dataclasses.replace(config, loop=loop.resolved())
 
 
 @contextlib.contextmanager

@@ -47,7 +47,10 @@ class OptimConfig:
     def check(self, steps: int) -> None:
         """Raises `UserError` where the schedule does not fit into `steps`."""
         if not 0 <= self.warmup < steps:
-            raise UserError(f"optim.warmup is {self.warmup}; it must be at least 0 and less than loop.steps ({steps})")
+            raise UserError(
+                f"optim.warmup is {self.warmup}; it must be at least 0 and less than loop.steps ({steps}); for a short "
+                f"trial pass --optim.warmup {steps // 10}"
+            )
         if self.schedule == "wsd" and not 0 < self.decay <= 1 - self.warmup / steps:
             raise UserError(
                 f"optim.decay is {self.decay}; it must lie above 0 and, with {self.warmup} of {steps} steps of "

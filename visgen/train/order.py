@@ -7,8 +7,6 @@ sample of the step from the r-th on. Nothing here has state: resuming means star
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from visgen.config import UserError
 from visgen.data import Data, Samples
-from visgen.launch import cpus
+from visgen.launch import cpus, reader
 
 SMALL = 1 << 20  # bytes of a tensor that is sent rather than shared
 Key = tuple[int, int]  # (index, epoch): the address of a sample in `Samples`
@@ -79,7 +77,7 @@ def micro_batches(
         pin_memory=pin,
         collate_fn=_collate,
         generator=torch.Generator(),  # or the loader draws from the global one
-        worker_init_fn=_stand_apart,
+        worker_init_fn=reader,
     )
     try:
         yield from loader
@@ -112,13 +110,6 @@ def _unpack(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _collate(samples: list[dict[str, Any]]) -> _Parcel:
     return _Parcel(default_collate(samples))
-
-
-def _stand_apart(worker: int) -> None:
-    """Signals to a run's process group, as from a terminal, shall reach the run alone: it needs its readers to the end
-    of the step, and they end with it. Nor is one to a reader the run's."""
-    os.setpgrp()
-    signal.set_wakeup_fd(-1)
 
 
 def check_batch(size: int, batch: int, world: int, accumulation: int, flag: str = "loop.batch") -> None:

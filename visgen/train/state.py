@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import shutil
@@ -18,9 +19,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from visgen import checkpoint, files, run_files, tensors
+from visgen import config as configs
 from visgen.checks import Natural, Positive, Seed, Weight
 from visgen.config import UserError
 from visgen.data import Data
+from visgen.data._classes import same_classes
+from visgen.launch import has_bf16, on_cpu
 from visgen.objectives import Objective
 from visgen.tokenizers import Tokenizer
 from visgen.train.ema import Ema, EmaConfig
@@ -44,7 +48,8 @@ class LoopConfig:
         batch: samples of one step, over all processes and micro-batches together.
         accumulation: micro-batches of one step, on each process.
         precision: bf16 is autocast around each net's forward; tf32 lets fp32 matrix products and convolutions run in
-            TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32.
+            TF32 (small nets run faster so, since nothing is cast); weights and optimiser stay fp32. auto is bf16 where
+            GPU or CPU compute in it, else fp32; config.yaml records which, and a resumed run keeps it.
         reduce: in what whole (DDP) gradients are summed over the processes: fp32, or bf16, which moves half the bytes
             and rounds each process' share to 8 bits first. Sharded ones are always summed in fp32.
         clip: largest gradient norm of a net, 0 for none.
@@ -73,7 +78,7 @@ class LoopConfig:
     steps: Positive = 10_000
     batch: Positive = 64
     accumulation: Positive = 1
-    precision: Literal["bf16", "tf32", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"
     reduce: Literal["fp32", "bf16"] = "fp32"
     clip: Weight = 1.0
     most_skipped: Natural = 10
@@ -95,8 +100,16 @@ class LoopConfig:
     out: str = ""
     resume: str = "auto"
 
+    def resolved(self) -> LoopConfig:
+        """Return the settings with the precision that "auto" stands for here."""
+        if self.precision != "auto":
+            return self
+        fast = has_bf16(torch.device("cpu" if on_cpu() else "cuda"))
+        return dataclasses.replace(self, precision="bf16" if fast else "fp32")
+
     def check(self, objective: Objective) -> None:
         """Raises `UserError` for settings that need each other, or what `objective` does not have."""
+        objective.check_steps(self.steps)
         if self.keep_best and not self.eval_every:
             raise UserError(f"loop.keep_best '{self.keep_best}' is a held-out value: set loop.eval_every")
         if self.keep_best and self.keep_best not in objective.held_out_values:
@@ -130,6 +143,10 @@ class State:
 
     def __post_init__(self) -> None:
         self.trainable = {n: [p for p in net.parameters() if p.requires_grad] for n, net in self.nets.items()}
+        # modules that count steps are told which micro-batch comes
+        self.counting: dict[str, list[Any]] = {
+            n: [m for m in net.modules() if hasattr(m, "micro_batch")] for n, net in self.nets.items()
+        }
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints
@@ -151,6 +168,7 @@ def save(state: State, step: int) -> None:
                 "samples": step * state.loop.batch,
                 "processes": accelerator.num_processes,
                 "data_samples": state.data_samples,
+                "classes": state.classes,
                 "torch": torch.__version__,
                 "accelerate": accelerate.__version__,
                 "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -292,6 +310,39 @@ def restore(state: State, step: Path, fall_back: bool) -> tuple[int, Path, str]:
         for old in refused:
             run_files.set_aside(old)
     return done, path, f"warning: {first}; going on from {path.name}, the damaged one is kept as damaged_*"
+
+
+def same_meaning(state: State, path: Path) -> None:
+    """Refuse to go on from the step directory `path` where a label would mean another class. Tokenizers read no label.
+
+    Raises:
+        UserError: the data have other class names than those that were trained on.
+    """
+    asked = getattr(state.objective.exported().config, "condition", None)
+    weights = path / run_files.WEIGHTS
+    if not hasattr(asked, "classes"):
+        return
+    trained = run_files.read_meta(path).get("classes") or []
+    if not trained:
+        with contextlib.suppress(UserError):  # a damaged export, which `mend_export` speaks of
+            trained = checkpoint.classes_of(checkpoint.read_metadata(weights), weights)
+    same_classes(trained, state.classes, str(path), "name them as before, or start anew in another loop.out")
+
+
+def unfinished_tokenizer(objective: Objective) -> str:
+    """Return a warning where `objective.tokenizer` is a run that has not come to its end; "": none is known."""
+    path = getattr(objective.config, "tokenizer", None)  # type: ignore[attr-defined]
+    if not isinstance(path, Path) or not path.is_dir():
+        return ""
+    with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
+        step = run_files.find_step(path)
+        run = step.parent if run_files.is_step(step) else step
+        loop, facts = configs.read_yaml(run / "config.yaml")["loop"], run_files.read_meta(step)
+        enough = 0 < loop.get("patience", 0) <= (facts.get("best") or {}).get("since", 0)
+        if facts["step"] < loop["steps"] and not enough:
+            at = f"step {facts['step']} of {loop['steps']}"
+            return f"warning: objective.tokenizer {path} is at {at}: finish its training before, or images will be poor"
+    return ""
 
 
 def other_data(state: State, path: Path, step: int) -> str:

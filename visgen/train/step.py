@@ -44,6 +44,8 @@ def take_turn(state: State, name: str, turn: int, batches: list[Batch], step: in
     key, losses = random_key(state.loop.seed, TURN, step, turn), []
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
+        for module in state.counting[name]:
+            module.micro_batch = (i, len(batches))
         rng = Rows(key + places_of(state, i))
         with contextlib.nullcontext() if last else no_sync(accelerator, net):
             with _precision(state, net):
