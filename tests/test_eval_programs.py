@@ -165,7 +165,7 @@ def test_a_damaged_reference_cache(
     else:
         cache.write_bytes({"empty": b"", "truncated": whole[:-40], "text": b"no reference"}[damage])
     message = refused("fid", "--rows", "real", "--reference-cache", str(cache))
-    assert f"reference cache {cache} is damaged (" in message and "delete the file" in message
+    assert str(cache) in message and "delete the file" in message
 
 
 def test_a_kill_while_the_cache_is_written_leaves_none(
@@ -175,7 +175,7 @@ def test_a_kill_while_the_cache_is_written_leaves_none(
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ev, "save_file", killed)
+    monkeypatch.setattr("visgen.tensors.save_file", killed)
     with pytest.raises(SystemExit):
         score("fid", "--rows", "real", "--reference-cache", str(tmp_path / "reference.safetensors"))
     assert not (tmp_path / "reference.safetensors").exists()

@@ -62,7 +62,7 @@ def test_an_image_is_extracted_and_stands_beside_what_is_drawn(controlled: Path,
         controlled,
         out,
         "--label",
-        "bag",
+        "square",
         "--num",
         "2",
         "--control.kind",
@@ -76,8 +76,8 @@ def test_an_image_is_extracted_and_stands_beside_what_is_drawn(controlled: Path,
     wanted = edges_of(generator, photo())
     kept = as_map(Image.open(out / f"control_{name}.png").convert("RGB"))
     assert torch.equal(kept, ((wanted[0] + 1) * 127.5).round().to(torch.uint8)) and kept.any()
-    images = generator.sample(["bag"] * 2, [0, 1], control=wanted)
-    plain = generator.sample(["bag"] * 2, [0, 1])
+    images = generator.sample(["square"] * 2, [0, 1], control=wanted)
+    plain = generator.sample(["square"] * 2, [0, 1])
     assert not torch.equal(images.tokens, plain.tokens)
     for i in (0, 1):
         drawn = as_map(Image.open(out / f"0001_{name}_00000{i}.png").convert("RGB"))
