@@ -41,6 +41,7 @@ def test_one_pixel_of_tolerance() -> None:
         assert f1(edge_counts(found, wanted, 1)).item() == tolerant
     both = wanted | wanted.roll(3, 2)
     assert edge_counts(both, wanted, 1)[:, 0].tolist() == [9, 9, 0]
+    assert edge_counts(wanted, both, 1)[:, 0].tolist() == [9, 0, 9]
 
 
 def test_ms_ssim_is_torchmetrics() -> None:
