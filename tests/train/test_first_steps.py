@@ -63,7 +63,8 @@ def test_a_tokenizer_goes_on_whatever_the_classes_are_called(tmp_path, monkeypat
         self.classes = list(reversed(self.classes))
 
     monkeypatch.setattr(synthetic.Synthetic, "__init__", renamed)
-    train_small(run, TOKENIZER)
+    before = run_files.find_steps(run)
+    assert run_files.find_steps(train_small(run, TOKENIZER)) == before and before
 
 
 def test_a_codebook_that_would_never_be_used_is_refused(tmp_path):
