@@ -356,6 +356,7 @@ def test_a_config_that_is_none_is_one_line(runs, config):
         {"package": "visgen.model", "backbone": {"kind": ["ar"]}},
         {"package": "visgen.model", "grid": [1, "x", 2]},
         {"package": "visgen.model", "grid": None},
+        {"package": "visgen.model", "grid": [1, 1 << 20, 1 << 20]},
         {"package": "visgen.model", "vocab": -1},
         {"package": "visgen.model", "vocab": 1e300},
     ],

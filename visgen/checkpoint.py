@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from visgen.tokenizers import Tokenizer
 
 FORMATS = ("visgen/1", files.FORMAT)
 MODEL = "visgen.model"
+MOST_TOKENS = 1 << 20  # of a grid: a model makes tables of its places, which no file holds
 PACKAGES = (MODEL, "visgen.tokenizers", "visgen.quantizers")  # of which there are weight files
 
 # ------------------------------------------------------------------------------------------------ weight files
@@ -309,9 +311,17 @@ def _described(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise _edited(path, f"its config is {metadata['config'][:60]!r}, not an object that names a package") from None
     if package not in PACKAGES:
         raise _edited(path, f"its config cannot be used here: package {package!r} is not part of visgen")
+    grid = config.get("grid")
+    if package == MODEL and isinstance(grid, list) and _product(grid) > MOST_TOKENS:
+        raise _edited(path, f"its grid is {grid}; at most {MOST_TOKENS:,} tokens are possible")
     if package != MODEL and not isinstance(kind, str):
         raise _edited(path, f"its config names the kind {kind!r}")
     return config, metadata
+
+
+def _product(values: list[Any]) -> float:
+    """Return the product of the numbers among `values`."""
+    return math.prod(value for value in values if isinstance(value, int | float))
 
 
 def _require(path: Path) -> None:
