@@ -55,7 +55,7 @@ def check(path: Path) -> tuple[list[str], bool]:
         settings = json.loads(metadata.get("config", "{}"))
         with torch.inference_mode():
             made = replay(settings, state, parts["in"], list(parts["out"]))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path} lacks what {origin} needs: {error}; record it again") from None
     lines, passed = [f"{path.name}: {origin}, fp32"], True
     for name, recorded in sorted(parts["out"].items()):

@@ -12,7 +12,6 @@ The split goes by concept: all skin tones, genders, directions and colours of on
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from visgen.config import REPOSITORY, UserError, run_program
 from visgen.data import Data, Split, Views
 from visgen.data._emoji_build import Style, main, read_sheets
 from visgen.data._emoji_concepts import CATEGORIES, TONES, toned
-from visgen.files import from_home
+from visgen.files import from_home, read_json
 from visgen.image_files import Unreadable
 
 # A mirror image of these is wrong: lettering, numbers, clocks, maps, flags.
@@ -254,12 +253,9 @@ def _find(root: Path) -> Path:
 
 
 def _read_index(root: Path) -> dict[str, Any]:
-    try:
-        index = json.loads((root / "index.json").read_text())
-        if not {"size", "subcategories", "held_out", "emoji", "styles"} <= set(index):
-            raise ValueError("keys are missing")
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{root / 'index.json'} cannot be read ({error}); {_rebuild(root)}") from None
+    index = read_json(root / "index.json", _rebuild(root))
+    if not {"size", "subcategories", "held_out", "emoji", "styles"} <= set(index):
+        raise UserError(f"{root / 'index.json'} cannot be read (keys are missing); {_rebuild(root)}")
     return index
 
 
