@@ -1,0 +1,1 @@
+"""Programs that build data sets."""
