@@ -29,7 +29,7 @@ from visgen import arrays
 from visgen.checks import UserError
 from visgen.files import write_json
 from visgen.prepare import _freedoom_frames as frames
-from visgen.prepare._freedoom_frames import MONSTERS, SCENERY, Frame, Object
+from visgen.prepare._freedoom_frames import MONSTERS, Frame, Object
 
 FIRST_VERSION, LAST_VERSION = (1, 3), (1, 4)  # of vizdoom: from the first up to, without, the last
 SHARED = 11 << 20  # bytes that an engine takes of /dev/shm
@@ -66,7 +66,7 @@ TINTS = ("InvulnerabilitySphere", "RadSuit", "Berserk", "BlurSphere", "Infrared"
 PLACES = ("Monster", "Health", "Armor", "Ammo", "Weapon", "Key", "Self", "Item")  # categories of things to stand at
 WIDE = ("Arachnotron", "Fatso", "Cyberdemon", "ChaingunGuy")  # summoned in a narrow place they do not appear
 VISIBILITY = 20  # of the engine's light
-TRIES = {"views": 6, "clips": 4}  # shots for each view that is asked for, attempts for each clip
+TRIES = (4, 8)  # for each subject: so many times what is asked for, and so many more
 
 
 @dataclass
@@ -106,28 +106,26 @@ class Made:
     got: list[int]
     shots: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    checksum: str = ""
+    crc: str = ""
 
     def refuse(self, why: str) -> None:
         self.refused[why] = self.refused.get(why, 0) + 1
 
 
 def row_type(frame_count: int, size: Sequence[int]) -> np.dtype:
-    """Return the type of a sample in a chunk's file."""
-    shape = (frame_count, *size)
+    """Return the type of a sample in a chunk's file; a pose is x, y, z and the angle in degrees."""
+    pictures, one = (frame_count, *size), (frame_count,)
     return np.dtype(
         [
-            ("pixels", np.uint8, (*shape, 3)),
-            ("depth", np.uint8, shape),
-            ("seg", np.uint8, shape),
-            ("about", about_type(), (frame_count,)),
+            ("pixels", np.uint8, (*pictures, 3)),
+            ("depth", np.uint8, pictures),
+            ("seg", np.uint8, pictures),
+            ("label", "<i2", one),
+            ("level", "<i2", one),
+            ("action", np.uint8, one),
+            ("pose", "<f4", (frame_count, 4)),
         ]
     )
-
-
-def about_type() -> np.dtype:
-    """Return the type of what is known about a frame; a pose is x, y, z and the angle in degrees."""
-    return np.dtype([("label", "<i2"), ("level", "<i2"), ("action", "u1"), ("pose", "<f4", (4,))])
 
 
 def import_vizdoom() -> ModuleType:
@@ -232,7 +230,7 @@ def _game(job: Job, seed: int, folder: Path, weapon: bool) -> Any:
     vizdoom = import_vizdoom()
     button, variable = vizdoom.Button, vizdoom.GameVariable
     game = vizdoom.DoomGame()
-    game.set_vizdoom_path(str(_mortal(Path(vizdoom.__file__).parent / "vizdoom", folder)))
+    game.set_vizdoom_path(str(_mortal(Path(vizdoom.__path__[0]) / "vizdoom", folder)))
     game.set_doom_game_path(job.iwad)
     if job.overlay:
         game.set_doom_scenario_path(job.overlay)
@@ -281,12 +279,19 @@ def forget_shared_memory() -> None:
 # -------------------------------------------------------------------------------------------------- views, clips
 
 
+def limit(asked: int) -> int:
+    """Return how often so many samples are tried for; not at all for 0 of them."""
+    return TRIES[0] * asked + TRIES[1] if asked else 0
+
+
 def views(engine: Engine, draws: Draws, made: Made) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield rows of one frame until there are as many of each subject as asked for, or too many shots were taken."""
+    """Yield rows of one frame until there are as many of each subject as asked for, or it was tried too often."""
     left, names = list(made.asked), list(MONSTERS)
-    while sum(left) and made.shots < TRIES["views"] * sum(made.asked):
+    tries = [limit(n) for n in made.asked]
+    while any(open_ := [n if t else 0 for n, t in zip(left, tries, strict=True)]):
         made.shots += 1
-        wanted = draws.weighted(left)
+        wanted = draws.weighted(open_)
+        tries[wanted] -= 1
         summoned = names[wanted] if wanted < len(names) else None
         engine.go(draws)
         if fault := _too_narrow(engine.frame(), wide=summoned in WIDE):  # before the work of summoning
@@ -333,7 +338,7 @@ def _judged(seen: tuple[Frame, tuple[float, ...]] | None) -> tuple[int | None, s
 
 def clips(engine: Engine, draws: Draws, made: Made) -> Iterator[list[tuple[Any, ...]]]:
     """Yield rows of all frames of a clip, until there are as many clips as asked for or too many were refused."""
-    while made.got[0] < made.asked[0] and made.shots < TRIES["clips"] * made.asked[0]:
+    while made.got[0] < made.asked[0] and made.shots < limit(made.asked[0]):
         made.shots += 1
         engine.go(draws)
         engine.run(STAY, 3, look=True)
@@ -388,7 +393,7 @@ def _deeper_side(levels: np.ndarray) -> int:
 
 def _row(job: Job, seen: tuple[Frame, tuple[float, ...]], label: int, action: int) -> tuple[Any, ...]:
     frame, pose = seen
-    return frame.pixels, frame.depth, frame.seg, (label, job.number, action, pose)
+    return frame.pixels, frame.depth, frame.seg, label, job.number, action, pose
 
 
 # --------------------------------------------------------------------------------------------------------- chunk
@@ -407,9 +412,9 @@ def write_chunk(job: Job, folder: Path) -> Made:
     rows = np.zeros(len(samples), row_type(job.frames, job.size))
     for row, sample in zip(rows, samples, strict=True):
         for name, values in zip(rows.dtype.names or (), zip(*sample, strict=True), strict=True):
-            row[name] = np.array(list(values), rows.dtype[name].base)
+            row[name] = values
     made.refused = dict(sorted(made.refused.items()))
-    made.checksum = arrays.write(Path(job.folder) / f"{job.name}.npy", rows)
+    made.crc = arrays.write(Path(job.folder) / f"{job.name}.npy", rows)
     write_json(Path(job.folder) / f"{job.name}.json", asdict(made))
     return made
 
@@ -446,11 +451,7 @@ def main(argv: Sequence[str]) -> int:
 
 def settings() -> dict[str, object]:
     """Return what an index says about this file."""
-    return {"visibility": VISIBILITY, "skill": 3, "tries": TRIES}
-
-
-def scenery_classes() -> list[str]:
-    return list(SCENERY)
+    return {"visibility": VISIBILITY, "skill": 3, "tries": list(TRIES)}
 
 
 if __name__ == "__main__":

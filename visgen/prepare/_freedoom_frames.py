@@ -36,6 +36,7 @@ SCENERY = ("outdoors", "hall", "room")
 SUBJECTS = (*MONSTERS.values(), *SCENERY)
 PARTS = ("sky", "wall", "floor", "ceiling", "monster", "item", "decor", "effect", "weapon")
 SKY, WALL, FLOOR, CEILING = range(4)
+WEAPON = PARTS.index("weapon")  # its depth is 0
 CATEGORIES = {  # the engine's category of an object -> its part
     **dict.fromkeys(("Monster", "Player"), "monster"),
     **dict.fromkeys(("Health", "Armor", "Ammo", "Weapon", "Key", "Powerup", "Item"), "item"),
@@ -49,7 +50,7 @@ NEAR = np.array([round(255 * NEAR_UNIT * (1 - math.log1p(d) / math.log(FAR + 1))
 FILTERS = {  # why a shot is refused
     "void": "the place lies outside the map",
     "close": "a wall fills the picture: median depth below 5, 90th percentile below 14, or a quarter at depth 0 or 1",
-    "torn": "depth is missing: 40 pairs of neighbours of depth <= 1 and >= 12, or wall of depth <= 1 free of both edges",
+    "torn": "depth is missing: 40 pairs of neighbours of depth <= 1 and >= 12, or near wall free of both edges",
     "wrapped": "0.2 % of floor or ceiling whose depth has wrapped around",
     "dark": "mean brightness of at most 14 of 255, or a standard deviation of at most 10",
     "plain": "one part alone",
@@ -122,7 +123,7 @@ class Frame:
         levels = self.levels
         if is_close(levels, 5, 14) or (levels <= 1).mean() >= 0.25:
             return "close"
-        if tears(levels) >= 40 or hanging_strip(levels, self.parts):
+        if tears(np.where(self.parts == WEAPON, 6, levels)) >= 40 or hanging_strip(levels, self.parts):
             return "torn"
         if self.wrapped >= 0.002:
             return "wrapped"
@@ -244,14 +245,14 @@ def summed(values: np.ndarray, size: tuple[int, int], largest: int) -> tuple[np.
     """
     rows, columns = overlaps(values.shape[0], size[0]), overlaps(values.shape[1], size[1])
     weight = int(rows[0].sum() * columns[0].sum())
-    exact = np.float32 if weight * largest < 1 << 24 else np.float64
-    tall = rows.astype(exact) @ values.astype(exact).reshape(len(values), -1)  # [h, W k]
+    exact = "f4" if weight * largest < 1 << 24 else "f8"
+    tall: np.ndarray = rows.astype(exact) @ values.astype(exact).reshape(len(values), -1)  # [h, W k]
     tall = tall.reshape(size[0], *values.shape[1:]).transpose(0, 2, 1)  # [h, k, W]
-    return (tall @ columns.T.astype(exact)).transpose(0, 2, 1), weight
+    return np.matmul(tall, columns.T.astype(exact)).transpose(0, 2, 1), weight
 
 
 def averaged(values: np.ndarray, size: tuple[int, int], unit: int = 1) -> np.ndarray:
-    """Return the mean over each small pixel, rounded: uint8 [h, w, k] of values [H, W, k] from 0 to 255 times `unit`."""
+    """Return the mean over each small pixel, rounded: uint8 [h, w, k] of values [H, W, k] in [0, 255 unit]."""
     sums, weight = summed(values, size, 255 * unit)
     weight *= unit
     return ((sums.astype(np.int64) + weight // 2) // weight).astype(np.uint8)
