@@ -15,6 +15,7 @@ from visgen.checks import UserError
 from visgen.prepare._freedoom_frames import Frame, Object
 
 FIRST_VERSION, LAST_VERSION = (1, 3), (1, 4)  # of vizdoom: from the first up to, without, the last
+INSTANCE = "instance"  # file in an engine's folder: its name for shared memory
 SHARED = 11 << 20  # bytes that an engine takes of /dev/shm
 ACTIONS = (
     "stay",
@@ -130,7 +131,7 @@ class Engine:
         self.clips = job.kind == "clips"
         self.game = _game(job, seed, folder, weapon=self.clips)
         self.game.init()
-        forget_shared_memory()
+        forget_shared_memory(folder)
         self.prepare()
         self.places = [(o.position_x, o.position_y) for o in self.game.get_state().objects if o.category in PLACES]
 
@@ -210,20 +211,28 @@ def _game(job: Job, seed: int, folder: Path, weapon: bool) -> Any:
 
 
 def _mortal(engine: Path, folder: Path) -> Path:
-    """Return a program that starts the engine so that it is killed when this process ends in any way (prctl 1)."""
+    """Return a program that starts the engine so that it is killed when this process ends in any way (prctl 1), and
+    that notes the engine's name of its shared memory."""
     path = folder / "engine.sh"
-    start = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+    start = (
+        "import ctypes, os, sys; words = sys.argv[1:]; ctypes.CDLL(None).prctl(1, 9); "
+        f'open("{folder / INSTANCE}", "w").write(words[words.index("+viz_instance_id") + 1]); os.execv(words[0], words)'
+    )
     path.write_text(f"#!/bin/sh\nexec '{sys.executable}' -ISc '{start}' '{engine}' \"$@\"\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
 
-def forget_shared_memory() -> None:
-    """Remove the names of this process's shared memory: it is freed when the last process that has it open ends."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/dev/shm/ViZDoom"):
-            Path(path).unlink(missing_ok=True)
+def forget_shared_memory(folder: Path) -> None:
+    """Remove the names of an engine's shared memory: it is freed when the last process that has it open ends.
+
+    Args:
+        folder: the engine's own.
+    """
+    note = folder / INSTANCE
+    name = note.read_text() if note.is_file() else ""
+    for path in Path("/dev/shm").glob(f"ViZDoom*{name}") if name.isalnum() else ():
+        path.unlink(missing_ok=True)
 
 
 def settings() -> dict[str, object]:

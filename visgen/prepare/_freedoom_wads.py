@@ -7,8 +7,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from visgen.config import UserError
 
 PHASE2 = tuple(f"MAP{i:02d}" for i in range(1, 33))  # of Freedoom: Phase 2
@@ -61,19 +59,20 @@ def lumps(wad: Path) -> list[str]:
     """
     try:
         with open(wad, "rb") as file:
-            head = np.frombuffer(file.read(12), "<i4")
-            if len(head) != 3 or head[0].tobytes() not in (b"IWAD", b"PWAD"):
+            head = file.read(12)
+            if len(head) < 12 or not head.startswith(b"IWAD"):
                 raise ValueError("it does not begin with IWAD")
-            file.seek(int(head[2]))
-            entries = np.frombuffer(file.read(16 * int(head[1])), [("place", "<i4", (2,)), ("name", "S8")])
-        if len(entries) != head[1]:
+            count, place = (int.from_bytes(head[i : i + 4], "little") for i in (4, 8))
+            file.seek(place)
+            entries = file.read(16 * count)  # of 4 bytes place, 4 bytes size, 8 bytes name
+        if len(entries) < 16 * count:
             raise ValueError("it is truncated")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"wad {wad} is no game data ({reason}); pass a DOOM2.WAD or freedoom2.wad, or leave it out"
         ) from None
-    return [bytes(name).decode("ascii", "replace") for name in entries["name"]]
+    return [entries[i + 8 : i + 16].rstrip(b"\0").decode("ascii", "replace") for i in range(0, len(entries), 16)]
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from visgen.config import UserError
 from visgen.files import read_json
 from visgen.prepare import _freedoom_chunk as chunk
 from visgen.prepare._freedoom_chunk import Made, row_type
-from visgen.prepare._freedoom_engine import SHARED, Job
+from visgen.prepare._freedoom_engine import SHARED, Job, forget_shared_memory
 
 
 def chunk_path(job: Job) -> Path:
@@ -73,6 +73,8 @@ def run(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Made]]:
             worker.process.terminate()
         for worker in running:
             worker.end()
+        for folder in {Path(job.folder) for job in jobs}:
+            sweep(folder)
 
 
 class Worker:
@@ -105,8 +107,8 @@ class Worker:
             return made
         why = f"signal {signal.Signals(-code).name}" if code < 0 else lines[-1] if lines else f"exit code {code}"
         raise UserError(
-            f"rendering {self.job.level} failed ({why}; /dev/shm has {shared_memory() >> 20} MiB free); "
-            "what is rendered is kept, run the same command again"
+            f"rendering {self.job.level} failed ({why}; /dev/shm has {shared_memory() >> 20} MiB free, "
+            f"the game data are {self.job.iwad}); what is rendered is kept, run the same command again"
         )
 
     def end(self) -> None:
@@ -116,6 +118,13 @@ class Worker:
             self.process.kill()  # its engine is killed with it
             self.process.wait()
         self.errors.close()
+
+
+def sweep(chunks: Path) -> None:
+    """Remove what engines left that could not close, of this build or of an earlier one."""
+    for folder in chunks.glob("engine_*"):
+        forget_shared_memory(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared_memory() -> int:
