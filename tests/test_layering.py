@@ -15,7 +15,7 @@ LAYERS = (
     "nn data metrics launch run_files / quantizers conditions heads / "
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "
-    "loading known pictures captions scored_data / encode convert sample evaluate speed exactness mutants / "
+    "loading known pictures captions scored_data / encode convert prepare sample evaluate speed exactness mutants / "
     "small_set clip_score maps trajectories vectors speed_blocks scale tally / control_set rollout sweep / "
     "sweep_report / train / programs"
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import freedoom_set
 import numpy as np
 import pytest
 import torch
@@ -121,6 +122,12 @@ def video(root: Path) -> dict[str, Any]:
     return {"root": root, "frames": 2, "stride": 3}
 
 
+def freedoom(root: Path) -> dict[str, Any]:
+    for split, count in COUNT.items():
+        freedoom_set.write(root, "train" if split == "train" else "held_out", freedoom_set.clips(count, 5, 12))
+    return {"root": root, "frames": 3, "maps": "seg"}
+
+
 MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "folder": folder,
     "webdataset": webdataset,
@@ -130,6 +137,7 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "captions": captioned,
     "sprites": sprites,
     "video": video,
+    "freedoom": freedoom,
 }
 AUGMENTED = {"hflip": True, "crop": "random", "shift": 2}  # where a source has these options
 

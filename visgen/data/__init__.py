@@ -31,6 +31,7 @@ class Batch(TypedDict, total=False):
     text: Tensor  # [B, S, Dt] float, left-padded (`conditions.text.left_pad`)
     text_mask: Tensor  # [B, S] bool, true where a slot of `text` is real
     map: Tensor  # [B, T, 3, H, W] control map
+    action: Tensor  # [B, T] int64, what was done between frame t - 1 and frame t
     index: Tensor  # [B] int64, position of the sample in its source
     seed: Tensor  # [B] int64, of the noise whose tokens these are
     view: Tensor  # [B] int64, which view of the sample the cached tokens are of; 0 is the plain one

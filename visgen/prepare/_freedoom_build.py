@@ -25,7 +25,7 @@ from visgen.prepare._freedoom_wads import GameData
 from visgen.prepare._freedoom_workers import chunk_path, run
 
 CHUNK = {"views": 216, "clips": 8}  # samples that a chunk is asked for at most
-LATER = 4  # a chunk of a later round is asked for so many times less
+LATER = 9  # a chunk of a later round is asked for so many times less
 
 
 def remaining(wanted: Sequence[int], asked: Sequence[int], got: Sequence[int]) -> list[int] | None:
@@ -68,7 +68,7 @@ class Build:
 
     def __init__(self, out: Path, index: sets.Index, data: GameData) -> None:
         self.folder, self.index, self.data = out / index.split, index, data
-        self.chunks, self.levels = self.folder / "chunks", index.levels
+        self.chunks = self.folder / "chunks"
         self.jobs: list[Job] = []
         self.made: list[Made] = []
         self.wanted = spread(index.samples, len(index.classes) if index.kind == "views" else 1)
@@ -85,18 +85,27 @@ class Build:
         total = sum(self.wanted)
         if self.complete or not total:
             return []
-        first, size = not self.jobs, CHUNK[self.index.kind]
-        count = len(self.levels) * -(-total // (len(self.levels) * size)) if first else -(-total // -(-size // LATER))
+        size, levels = CHUNK[self.index.kind], self.index.levels
+        count = len(levels) * -(-total // (len(levels) * size))
+        if self.made:
+            count, levels = -(-total // -(-size // LATER)), self._where_found()
         jobs: list[Job] = []
-        for asked in chunks(self.wanted, count):
-            number = len(self.jobs) + len(jobs)
+        for i, asked in enumerate(chunks(self.wanted, count)):
             if sum(asked):
-                jobs.append(self._job(number, asked))
+                jobs.append(self._job(len(self.jobs) + len(jobs), levels[i % len(levels)], asked))
         self.jobs += jobs
         return jobs
 
-    def _job(self, number: int, asked: list[int]) -> Job:
-        level, index = self.levels[number % len(self.levels)], self.index
+    def _where_found(self) -> list[str]:
+        """Return the better half of the levels where what is wanted has been found, best first; else all."""
+        score = dict.fromkeys(self.index.levels, 0)
+        for job, made in zip(self.jobs, self.made, strict=True):
+            score[job.level] += sum(n * found for n, found in zip(self.wanted, made.got, strict=True))
+        best = sorted((level for level in score if score[level]), key=lambda level: -score[level])
+        return best[: -(-len(best) // 2)] or self.index.levels
+
+    def _job(self, number: int, level: str, asked: list[int]) -> Job:
+        index = self.index
         return Job(
             name=f"chunk_{number:05d}",
             folder=str(self.chunks),
@@ -123,7 +132,9 @@ class Build:
             asked, got = (np.array(n).sum(0).tolist() for n in ([m.asked for m in made], [m.got for m in made]))
             left = remaining(self.wanted, asked, got)
             if left is None:
-                raise UserError(f"no {self.index.kind} can be found on {' '.join(self.levels)}; pass other --levels")
+                raise UserError(
+                    f"no {self.index.kind} can be found on {' '.join(self.index.levels)}; pass other --levels"
+                )
             self.wanted = left
 
     def finish(self, step: Callable[[int], None]) -> None:

@@ -202,6 +202,11 @@ def write_chunk(job: Job, folder: Path) -> Made:
     for row, sample in zip(rows, samples, strict=True):
         for name, values in zip(rows.dtype.names or (), zip(*sample, strict=True), strict=True):
             row[name] = values
+    return publish(job, rows, made)
+
+
+def publish(job: Job, rows: np.ndarray, made: Made) -> Made:
+    """Write the rows of a chunk, and last what says that it is whole."""
     made.refused = dict(sorted(made.refused.items()))
     made.crc = arrays.write(Path(job.folder) / f"{job.name}.npy", rows)
     write_json(Path(job.folder) / f"{job.name}.json", asdict(made))

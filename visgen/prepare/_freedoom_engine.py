@@ -16,6 +16,7 @@ from visgen.prepare._freedoom_frames import Frame, Object
 
 FIRST_VERSION, LAST_VERSION = (1, 3), (1, 4)  # of vizdoom: from the first up to, without, the last
 INSTANCE = "instance"  # file in an engine's folder: its name for shared memory
+SHM = Path("/dev/shm")
 SHARED = 11 << 20  # bytes that an engine takes of /dev/shm
 ACTIONS = (
     "stay",
@@ -231,7 +232,7 @@ def forget_shared_memory(folder: Path) -> None:
     """
     note = folder / INSTANCE
     name = note.read_text() if note.is_file() else ""
-    for path in Path("/dev/shm").glob(f"ViZDoom*{name}") if name.isalnum() else ():
+    for path in SHM.glob(f"ViZDoom*{name}") if name.isalnum() else ():
         path.unlink(missing_ok=True)
 
 

@@ -21,7 +21,7 @@ from visgen.config import UserError
 from visgen.files import read_json
 from visgen.prepare import _freedoom_chunk as chunk
 from visgen.prepare._freedoom_chunk import Made, row_type
-from visgen.prepare._freedoom_engine import SHARED, Job, forget_shared_memory
+from visgen.prepare._freedoom_engine import SHARED, SHM, Job, forget_shared_memory
 
 
 def chunk_path(job: Job) -> Path:
@@ -81,11 +81,11 @@ class Worker:
     """A process that makes one chunk. It has a session of its own, so that Ctrl-C reaches only the builder, which ends
     it; it ends by itself when the builder does."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, program: Sequence[str] = ("-m", chunk.__name__)) -> None:
         self.job, self.errors = job, tempfile.TemporaryFile()  # noqa: SIM115
         threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", chunk.__name__, json.dumps(dataclasses.asdict(job))],
+            [sys.executable, *program, json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
@@ -130,7 +130,7 @@ def sweep(chunks: Path) -> None:
 def shared_memory() -> int:
     """Return how many bytes of /dev/shm are free; 0 where there is none."""
     try:
-        return shutil.disk_usage("/dev/shm").free
+        return shutil.disk_usage(SHM).free
     except OSError:
         return 0
 

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
     with ended_by_sigterm():
         build_all(builds, workers)
     for build in builds:
-        print(f"{build.folder}: {build.index.samples} {config.kind} of {len(build.levels)} maps")
+        print(f"{build.folder}: {build.index.samples} {config.kind} of {len(build.index.levels)} maps")
 
 
 def _indices(config: Config, data: GameData, version: str) -> Iterator[sets.Index]:
