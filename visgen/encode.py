@@ -128,6 +128,7 @@ def encode(
         views=views,
         ranges=list(ranges) if views == "ten_crop" else [],
         shard_images=shard,
+        beside={name: list(shape) for name, shape in data.beside.items()},
     )
     folder = from_home(out) / data.split
     index = _agreed(folder, wanted)
@@ -317,6 +318,7 @@ def _encode_shards(
     loader = DataLoader(source, batch_size=None, num_workers=readers, pin_memory=pin, worker_init_fn=reader)
     codes: list[Tensor] = []
     labels: list[Tensor] = []
+    beside: dict[str, list[Tensor]] = {name: [] for name in index.beside}
     done, total = 0, sum(map(len, jobs))
     with Progress("encode", show and total > 0) as shown, exact_float32():
         for k, views in enumerate(loader):
@@ -324,13 +326,16 @@ def _encode_shards(
             ids = tokenizer.encode(_to_float(pixels.to(device, non_blocking=True).flatten(0, 1)))
             codes.append(ids.unflatten(0, pixels.shape[:2]))
             labels.append(views["label"])
+            for name, parts in beside.items():
+                parts.append(views[name])
             done += len(pixels)
             shown(done, total)
             if k in ends:
                 stacked = torch.cat(codes).cpu()  # one host read per shard
                 _check_range(stacked.half() if index.channels else stacked, tokenizer.vocab, "the tokenizer")
-                cache.write_shard(folder, index, ends[k], stacked.numpy(), torch.cat(labels).numpy())
-                codes, labels = [], []
+                more = {name: torch.cat(parts).numpy() for name, parts in beside.items()}
+                cache.write_shard(folder, index, ends[k], stacked.numpy(), torch.cat(labels).numpy(), **more)
+                codes, labels, beside = [], [], {name: [] for name in beside}
 
 
 def _check_range(ids: Tensor, vocab: int | None, where: str) -> None:

@@ -14,8 +14,9 @@ import torch
 
 from visgen.config import UserError, build, plugin_config
 from visgen.controls.seg import colours
-from visgen.data import Data, to_batch
+from visgen.data import Data, codes, to_batch
 from visgen.data import freedoom as sets
+from visgen.encode import encode
 
 
 def opened(root: Path, split: Any = "train", **settings: Any) -> Any:
@@ -195,3 +196,37 @@ def test_parts_without_a_colour_are_refused(tmp_path: Path) -> None:
 def test_an_index_of_impossible_sizes_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"its|it is"):
         freedoom_set.make_index(freedoom_set.views(4), "train", 5, **changed)
+
+
+# -------------------------------------------------------------------------------------------------- cached codes
+
+
+@pytest.mark.parametrize("maps", ["depth", "seg"])
+def test_cached_codes_keep_maps_and_actions_of_every_view(clips: Path, tmp_path: Path, small: Any, maps: str) -> None:
+    data = opened(clips, frames=2, maps=maps)
+    tokenizer = build(small("tokenizers", "conv_vq", image_size=8)).eval()
+    encode(tokenizer, data, tmp_path, "hash", views="flip", batch=4, shard=4)
+    cached = build(plugin_config("visgen.data", "codes", root=tmp_path), "train")
+    assert cached.has_maps
+    views = data.views(range(9), "flip")
+    for i in (0, 3, 8):
+        assert torch.equal(cached.get(i)["map"], data.get(i)["map"]), "the plain view"
+        assert torch.equal(cached.get(i)["action"], data.get(i)["action"])
+        for view, sample in ((view, cached.get(i, Fixed(view, 0.0))) for view in (0, 1)):
+            assert torch.equal(sample["map"], views["map"][i, view].expand(-1, 3, -1, -1))
+            assert torch.equal(sample["action"], views["action"][i, view]) and sample["view"] == view
+    assert torch.equal(views["map"][:, 1], views["map"][:, 0].flip(-1))
+    assert views["action"][:, 1].tolist() == sets.mirrored(data.actions)[views["action"][:, 0]].tolist()
+    path = codes.shard_path(tmp_path / "train", 1, "map")
+    changed = bytearray(path.read_bytes())
+    changed[-30] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(UserError, match=r"map_00001\.npy is damaged"):
+        build(plugin_config("visgen.data", "codes", root=tmp_path), "train")
+
+
+def test_cached_codes_of_views_without_maps_hold_none(views: Path, tmp_path: Path, small: Any) -> None:
+    data = opened(views)
+    encode(build(small("tokenizers", "conv_vq", image_size=64)).eval(), data, tmp_path, "hash", shard=9)
+    cached = build(plugin_config("visgen.data", "codes", root=tmp_path), "train")
+    assert not cached.has_maps and cached.get(2).keys() == {"tokens", "label", "view"}

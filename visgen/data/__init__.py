@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -47,6 +47,7 @@ class Data(ABC):
         frames: number T of frames of a sample.
         labels: [n] int64, of all samples, where the source knows them beforehand.
         skipped: unreadable samples met so far, by this process and its workers.
+        beside: shapes of `map` and `action` of a view, where `views` gives them.
     """
 
     config: Any
@@ -56,6 +57,7 @@ class Data(ABC):
     frames: int = 1
     labels: Tensor
     skipped: int = 0
+    beside: Mapping[str, Sequence[int]] = {}
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -89,12 +91,17 @@ class Data(ABC):
         if kind == "ten_crop":
             raise UserError(f"data '{kind_of(self.config)}' has no 'ten_crop' views; allowed: center, flip, shift")
         many = self.get_many(indices)
-        pixels = many["pixels"].unsqueeze(1)  # [B, 1, T, 3, H, W]
-        if kind != "center":
-            pixels = torch.cat([pixels, pixels.flip(-1)], 1)
-        if kind == "shift":
-            pixels = torch.stack([_moved(pixels, y, x) for y, x in _MOVES], 2).flatten(1, 2)  # [B, 2 * 9, T, 3, H, W]
-        return {"pixels": pixels, "label": many["label"]}
+        return {"pixels": views_of(many["pixels"], kind), "label": many["label"]}
+
+
+def views_of(pixels: Tensor, kind: Views) -> Tensor:
+    """Views [B, V, T, 3, H, W] of images [B, T, 3, H, W]; other than ten crops."""
+    pixels = pixels.unsqueeze(1)
+    if kind != "center":
+        pixels = torch.cat([pixels, pixels.flip(-1)], 1)
+    if kind == "shift":
+        pixels = torch.stack([_moved(pixels, y, x) for y, x in _MOVES], 2).flatten(1, 2)  # [B, 2 * 9, T, 3, H, W]
+    return pixels
 
 
 def _moved(pixels: Tensor, y: int, x: int) -> Tensor:

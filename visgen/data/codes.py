@@ -1,7 +1,8 @@
 """Cached tokens `[image, view, N]`, or `[image, view, N, C]` of a continuous tokenizer, by `python -m visgen.encode`.
 
 A cache is `<root>/<split>/`: `index.json`, and per shard `codes_00000.npy` (uint16, uint32 above 65536 codes, float16
-of continuous tokens; mapped into memory) and `labels_00000.npy`. A training access draws one of the views (LlamaGen
+of continuous tokens; mapped into memory) and `labels_00000.npy`; and where the source has control maps or actions,
+`map_00000.npy` and `action_00000.npy` of every view. A training access draws one of the views (LlamaGen
 section 2.10 keeps two mirrors or ten crops), so crops and flips cost nothing. The index records the source, the views
 and the tokenizer's hash: a cache never meets a tokenizer that did not write it. Opening compares every file with its
 checksum.
@@ -25,6 +26,7 @@ from visgen.data import Data, Split, Views, _index
 from visgen.files import from_home, read_json, write_json
 
 VERSION = 1
+BESIDE: dict[str, np.dtype] = {"map": np.dtype(np.uint8), "action": np.dtype(np.int64)}
 CENTER = 4  # the centre crop's number among ten crops
 
 
@@ -58,6 +60,7 @@ class Index:
     images: int
     shard_images: int
     channels: int = 0  # of continuous tokens
+    beside: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # shape of a view's `map` and `action`
     complete: bool = False
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `write_shard`'s records, once complete
 
@@ -65,6 +68,8 @@ class Index:
         _index.check_sizes(self)
         if not (self.images and self.shard_images) or bool(self.vocab) == bool(self.channels):
             raise ValueError("its images, shard_images, vocab or channels make no cache")
+        if any(name not in BESIDE or not all(shape) for name, shape in self.beside.items()):
+            raise ValueError(f"its beside is {self.beside}")
         if self.complete and (len(self.shards) != self.shard_count or not all(map(_is_record, self.shards))):
             raise ValueError(f"it is complete, and has no checksums for its {self.shard_count} shards")
 
@@ -88,13 +93,22 @@ class Index:
 
     def shape(self, number: int) -> tuple[int, ...]:
         """[images, views, N] or [images, views, N, C] of a shard."""
-        values = (self.channels,) if self.channels else ()
-        return len(self.shard(number)), self.view_count, int(np.prod(self.grid)), *values
+        return self.part("codes", number)[1]
+
+    def part(self, name: str, number: int) -> tuple[np.dtype, tuple[int, ...]]:
+        """Type and shape of a part of a shard: its codes, or what lies beside them."""
+        one = (
+            self.beside[name]
+            if name != "codes"
+            else [int(np.prod(self.grid)), *([self.channels] * bool(self.channels))]
+        )
+        shape = (len(self.shard(number)), self.view_count, *one)
+        return (self.dtype if name == "codes" else BESIDE[name]), shape
 
 
 class Codes(Data):
     """Samples are `tokens` int64 [N] or float32 [N, C], `label` and `view`. Training draws a view; plain samples have
-    the central one, 0.
+    the central one, 0. They have the view's `map` uint8 [T, 3, H, W] and `action` int64 [T] where the source had these.
 
     Args:
         index: of a cache that is not marked as complete yet; default: read, and refused where the cache is incomplete.
@@ -102,9 +116,11 @@ class Codes(Data):
     Attributes:
         index: everything that `index.json` says.
         grid, vocab, channels, tokenizer_hash: of the tokenizer that wrote it; vocab or channels is None.
+        has_maps: whether samples have a `map`; `read_map` is not needed.
     """
 
     config: Config
+    read_map: Any = None
 
     def __init__(self, config: Config, split: Split, index: Index | None = None) -> None:
         self.config, self.split = config, split
@@ -121,9 +137,10 @@ class Codes(Data):
         self.grid = (self.index.grid[0], self.index.grid[1], self.index.grid[2])
         self.vocab, self.channels = self.index.vocab or None, self.index.channels or None
         self.view_count = self.index.view_count
+        self.has_maps = "map" in self.index.beside
         self._maps, numbers = self._open(), range(self.index.shard_count)
         self.labels = torch.from_numpy(np.concatenate([_labels(self.folder, self.index, i) for i in numbers]))
-        size = sum(each.nbytes for each in self._maps)
+        size = sum(each.nbytes for parts in self._maps for each in parts.values())
         arrays.once_a_host(self._verify, numbers, self.folder, size)
 
     def __len__(self) -> int:
@@ -135,15 +152,22 @@ class Codes(Data):
             view = int(rng.integers(self.view_count))
         stored = self.tokens(index)[view]
         tokens = torch.from_numpy(stored.astype(np.float32 if self.channels else np.int64))
-        return {"tokens": tokens, "label": int(self.labels[index]), "view": (view - plain) % self.view_count}
+        sample = {"tokens": tokens, "label": int(self.labels[index]), "view": (view - plain) % self.view_count}
+        beside = {name: torch.from_numpy(np.array(self._stored(name, index)[view])) for name in self.index.beside}
+        if self.has_maps:
+            beside["map"] = beside["map"].expand(-1, 3, -1, -1).contiguous()  # grey ones are stored once
+        return sample | beside
 
     def tokens(self, index: int) -> np.ndarray:
         """All views of an image, [V, N] or [V, N, C] of the stored dtype, in the file's memory."""
+        return self._stored("codes", index)
+
+    def _stored(self, part: str, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if not self._maps:
             self._maps = self._open()
-        return self._maps[index // self.index.shard_images][index % self.index.shard_images]
+        return self._maps[index // self.index.shard_images][part][index % self.index.shard_images]
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
         raise UserError("data 'codes' holds tokens, no pixels; encode its source instead")
@@ -174,8 +198,9 @@ class Codes(Data):
     def _verify(self, number: int) -> None:
         verify_shard(self.folder, self.index, number, self.index.shards[number])
 
-    def _open(self) -> list[np.ndarray]:
-        return [open_shard(self.folder, self.index, number) for number in range(self.index.shard_count)]
+    def _open(self) -> list[dict[str, np.ndarray]]:
+        parts, numbers = ("codes", *self.index.beside), range(self.index.shard_count)
+        return [{part: open_shard(self.folder, self.index, i, part) for part in parts} for i in numbers]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": []}  # a mapped file would be pickled as a copy of its bytes
@@ -197,7 +222,8 @@ _REMEDY = f"delete it and {_AGAIN}"
 
 
 def shard_path(folder: Path, number: int, part: str) -> Path:
-    """File of a shard; part is `codes`, `labels`, or `done`, the record written last while the cache is incomplete."""
+    """File of a shard; part is `codes`, `labels`, `map`, `action`, or `done`, the record written last while the cache
+    is incomplete."""
     return folder / (f"done_{number:05d}.json" if part == "done" else f"{part}_{number:05d}.npy")
 
 
@@ -231,9 +257,13 @@ def write_index(folder: Path, index: Index) -> None:
     _index.write_index(folder, index)
 
 
-def write_shard(folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray) -> None:
-    """Write codes of `index.shape` and labels [n], and last the record that marks the shard as done."""
+def write_shard(
+    folder: Path, index: Index, number: int, codes: np.ndarray, labels: np.ndarray, **beside: np.ndarray
+) -> None:
+    """Write codes of `index.shape`, labels [n] and what lies beside them [n, V, ...]; and last the record that marks
+    the shard as done."""
     record = {
+        **{part: arrays.write(shard_path(folder, number, part), beside[part]) for part in index.beside},
         "codes": arrays.write(shard_path(folder, number, "codes"), codes.astype(index.dtype)),
         "labels": arrays.write(shard_path(folder, number, "labels"), labels.astype(np.int64)),
     }
@@ -278,24 +308,25 @@ def verify_shard(folder: Path, index: Index, number: int, record: dict[str, Any]
         raise UserError(f"{path} holds a value that is not finite; {_REMEDY}")
     if index.vocab and codes.max(initial=0) >= index.vocab:
         raise UserError(f"{path} holds code {codes.max()}, the vocabulary has {index.vocab}; {_REMEDY}")
+    for part in index.beside:
+        path, stored = shard_path(folder, number, part), open_shard(folder, index, number, part)
+        arrays.verify(path, stored, _REMEDY, record.get(part, ""))
     path = shard_path(folder, number, "labels")
     arrays.verify(path, arrays.read(path, _AGAIN, _REMEDY, mapped=True), _REMEDY, record["labels"])
     _labels(folder, index, number)
 
 
-def open_shard(folder: Path, index: Index, number: int) -> np.ndarray:
-    """Map a shard's codes, of `index.shape`.
+def open_shard(folder: Path, index: Index, number: int, part: str = "codes") -> np.ndarray:
+    """Map a shard's codes, or what lies beside them.
 
     Raises:
         UserError: missing, truncated, or of another shape.
     """
-    path = shard_path(folder, number, "codes")
-    codes = arrays.read(path, _AGAIN, _REMEDY, mapped=True)
-    if codes.shape != index.shape(number) or codes.dtype != index.dtype:
-        raise UserError(
-            f"{path} holds {codes.dtype} {codes.shape}, its index says {index.dtype} {index.shape(number)}; {_REMEDY}"
-        )
-    return codes
+    path, (dtype, shape) = shard_path(folder, number, part), index.part(part, number)
+    stored = arrays.read(path, _AGAIN, _REMEDY, mapped=True)
+    if stored.shape != shape or stored.dtype != dtype:
+        raise UserError(f"{path} holds {stored.dtype} {stored.shape}, its index says {dtype} {shape}; {_REMEDY}")
+    return stored
 
 
 def _labels(folder: Path, index: Index, number: int) -> np.ndarray:

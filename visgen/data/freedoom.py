@@ -26,7 +26,8 @@ from torch import Tensor
 from visgen import arrays
 from visgen.checks import Positive
 from visgen.config import UserError
-from visgen.data import Data, Split, _index
+from visgen.data import Data, Split, Views, _index, views_of
+from visgen.files import from_home
 
 VERSION = 1
 Part = Literal["train", "held_out", "same_maps"]
@@ -118,7 +119,7 @@ class Freedoom(Data):
     def __init__(self, config: Config, split: Split) -> None:
         self.config, self.split = config, split
         self.part: Part = "train" if split == "train" else config.held_out
-        self.folder = Path(config.root).expanduser() / self.part
+        self.folder = from_home(config.root) / self.part
         self.index = index = read_index(self.folder)
         if not index.complete:
             raise UserError(f"Freedoom set {self.folder} is incomplete; {_AGAIN}, it goes on from there")
@@ -130,6 +131,7 @@ class Freedoom(Data):
         self.image_size = (index.image_size[0], index.image_size[1])
         self.has_maps = config.maps != "none"
         self._names = ("pixels", *([config.maps] if self.has_maps else []))
+        self.beside = self._shapes()
         self._shards, numbers = self._open(), range(index.shard_count)
         self.about = np.concatenate([self._about(number) for number in numbers])
         self.labels = torch.from_numpy(self.about["label"][:, 0].astype(np.int64))
@@ -152,6 +154,22 @@ class Freedoom(Data):
 
     def get_many(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return self._samples(indices)
+
+    def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
+        """As the contract says; and per view its `action` [B, V, T], and its `map` with one channel where it is grey."""
+        views, many = super().views(indices, kind, ranges), self.get_many(indices)
+        if self.has_maps:
+            views["map"] = views_of(many["map"], kind)[:, :, :, : self.beside["map"][1]]
+        if self._has_actions:
+            plain, count = many["action"], views["pixels"].shape[1]
+            both = torch.stack([plain, torch.from_numpy(self._mirrored[plain])], 1)  # [B, 2, T]
+            views["action"] = both[:, :1] if count == 1 else both.repeat_interleave(count // 2, 1)
+        return views
+
+    def _shapes(self) -> dict[str, list[int]]:
+        map_ = [self.frames, 1 if self.config.maps == "depth" else 3, *self.image_size]
+        action = {"action": [self.frames]} if self._has_actions else {}
+        return ({"map": map_} if self.has_maps else {}) | action
 
     @property
     def _has_actions(self) -> bool:

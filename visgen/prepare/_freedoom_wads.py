@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from visgen.config import UserError
+from visgen.files import from_home
 
 PHASE2 = tuple(f"MAP{i:02d}" for i in range(1, 33))  # of Freedoom: Phase 2
 PHASE1 = tuple(f"E{e}M{m}" for e in range(1, 5) for m in range(1, 10))  # of Freedoom: Phase 1
@@ -39,7 +40,7 @@ def game_data(wad: Path | None, package: Path) -> GameData:
     Raises:
         UserError: a file is no WAD, or holds no map of Doom II.
     """
-    iwad = package / "freedoom2.wad" if wad is None else wad.expanduser().resolve()
+    iwad = package / "freedoom2.wad" if wad is None else from_home(wad).resolve()
     found = set(lumps(iwad))
     levels = tuple(name for name in PHASE2 if name in found)
     if not levels:
