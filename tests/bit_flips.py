@@ -29,6 +29,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 sys.path += [str(Path(__file__).parent / "train")]
 
+import freedoom_set
 import numpy as np
 import torch
 from PIL import Image
@@ -239,6 +240,9 @@ def caches(folder: Path) -> Iterator[Case]:
         tokens = rng.integers(0, 300, (len(index.shard(number)), 4))
         pairs.write_shard(folder / "pairs" / "train", index, number, tokens)
     yield from folder_cases(folder / "pairs" / "train", lambda: pairs.Pairs(pairs.Config(folder / "pairs"), "train"))
+    freedoom_set.write(folder / "clips", "train", freedoom_set.clips(7, 3, 8))
+    clips = plugin_config("visgen.data", "freedoom", root=folder / "clips", frames=2, maps="seg")
+    yield from folder_cases(folder / "clips" / "train", lambda: build(clips, "train"))
 
 
 def folder_cases(folder: Path, opened: Callable[[], Any]) -> Iterator[Case]:

@@ -97,13 +97,10 @@ class Index:
 
     def part(self, name: str, number: int) -> tuple[np.dtype, tuple[int, ...]]:
         """Type and shape of a part of a shard: its codes, or what lies beside them."""
-        one = (
-            self.beside[name]
-            if name != "codes"
-            else [int(np.prod(self.grid)), *([self.channels] * bool(self.channels))]
-        )
-        shape = (len(self.shard(number)), self.view_count, *one)
-        return (self.dtype if name == "codes" else BESIDE[name]), shape
+        codes = [int(np.prod(self.grid)), *([self.channels] if self.channels else [])]
+        one = codes if name == "codes" else self.beside[name]
+        dtype = self.dtype if name == "codes" else BESIDE[name]
+        return dtype, (len(self.shard(number)), self.view_count, *one)
 
 
 class Codes(Data):

@@ -156,7 +156,7 @@ class Freedoom(Data):
         return self._samples(indices)
 
     def views(self, indices: Sequence[int], kind: Views, ranges: Sequence[float] = (1.1,)) -> dict[str, Tensor]:
-        """As the contract says; and per view its `action` [B, V, T], and its `map` with one channel where it is grey."""
+        """As the contract says; and per view `action` [B, V, T], and `map`, of one channel where it is grey."""
         views, many = super().views(indices, kind, ranges), self.get_many(indices)
         if self.has_maps:
             views["map"] = views_of(many["map"], kind)[:, :, :, : self.beside["map"][1]]
