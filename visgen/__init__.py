@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
 
-# OpenMP's threads wait asleep unless the user says otherwise. By default they spin: on a busy machine that makes every
-# step several times slower. The runtime reads these when torch loads, so programs import visgen before torch.
+# OpenMP's threads spin for some microseconds and then sleep, unless the user says otherwise. By default they spin for
+# milliseconds: on a busy machine that makes every step several times slower. Without any spinning an idle machine of
+# many cores is slower. The runtime reads these when torch loads, so programs import visgen before torch.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    os.environ |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}  # GNU's runtime, Intel's and LLVM's
+    os.environ |= {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}  # GNU's runtime, Intel's and LLVM's
 
 
 def load(source: str, **options: Any) -> Generator:
