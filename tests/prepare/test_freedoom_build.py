@@ -287,8 +287,8 @@ def engines(folder: Path) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_the_engine_gives_the_same_set_again_and_none_is_left(tmp_path: Path) -> None:
-    pytest.importorskip("vizdoom")
     subprocess.run(command(tmp_path / "a", "--workers", "2"), check=True, cwd=ROOT, capture_output=True)
     process = subprocess.Popen(command(tmp_path / "b", "--workers", "1"), cwd=ROOT, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (engines(tmp_path) and list(tmp_path.glob("b/train/chunks/*.json"))):
