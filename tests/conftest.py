@@ -256,7 +256,7 @@ def teacher_dir(make_model: Callable[..., Model], tmp_path_factory: pytest.TempP
     model = make_model(grid=tokenizer.grid, vocab=16)
     folder = run / run_files.step_name(1)
     folder.mkdir(parents=True)
-    facts = {"classes": json.dumps(["a", "b", "c"]), "tokenizer": checkpoint.tokenizer_hash(tokenizer)}
+    facts = {"classes": json.dumps(["disc", "square", "triangle"]), "tokenizer": checkpoint.tokenizer_hash(tokenizer)}
     checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
     (folder / run_files.META).write_text("{}")
     checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, config)

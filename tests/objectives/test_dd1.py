@@ -173,7 +173,7 @@ def test_held_out_values_are_the_same_every_time(teacher_dir: Path) -> None:
 
 def test_written_pairs_are_those_of_training(teacher_dir: Path, tmp_path: Path) -> None:
     data = written(teacher_dir, tmp_path / "a", pairs=10, shard=4)
-    assert len(data) == 10 and data.index.shard_count == 3 and data.classes == ["a", "b", "c"]
+    assert len(data) == 10 and data.index.shard_count == 3 and data.classes == ["disc", "square", "triangle"]
     engine = Engine(checkpoint.load_model(teacher_dir), *TOLD.values())
     batch = data.get_many(range(10))
     assert batch["label"].tolist() == [i % 3 for i in range(10)]
@@ -317,7 +317,7 @@ def test_a_student_from_its_teacher_to_images(teacher_dir: Path, tmp_path: Path)
     generator = visgen.load(tmp_path / "run", device="cpu", batch=2)
     assert generator.model.backbone.taught == (Guidance(1.5), Warp(top_k=9))
     assert torch.equal(generator.model.backbone.codes, codes_of(checkpoint.load_tokenizer(teacher_dir)))
-    images = generator.sample(["a", "c", 1], seeds=[5, 6, 7])
+    images = generator.sample(["disc", "triangle", 1], seeds=[5, 6, 7])
     assert images.pixels.shape == (3, 3, 8, 8) and images.nfe_per_image == [1, 1, 1]
     assert torch.equal(generator.sample([1], seeds=[7]).tokens[0], images.tokens[2])
     helped = plugin_config("visgen.samplers", "one_step", passes=2, teacher=teacher_dir, first=3)
@@ -328,7 +328,7 @@ def test_a_student_from_its_teacher_to_images(teacher_dir: Path, tmp_path: Path)
     assert wide.pixels.shape == (1, 3, 8, 16) and wide.nfe_per_image == [5]
     facts = checkpoint.read_metadata(run_files.find_step(tmp_path / "run") / run_files.WEIGHTS)
     assert facts["teacher"] == checkpoint.weights_hash(checkpoint.load_model(teacher_dir))
-    assert json.loads(facts["classes"]) == ["a", "b", "c"]
+    assert json.loads(facts["classes"]) == ["disc", "square", "triangle"]
 
 
 def test_a_controlled_teacher_makes_a_controlled_student(

@@ -83,7 +83,8 @@ def save(run: Path, objective: Any) -> None:
     folder, model = run / run_files.step_name(1), objective.exported()
     folder.mkdir(parents=True)
     tokenizer = objective.frozen["tokenizer"]
-    facts = {**objective.facts, "tokenizer": checkpoint.tokenizer_hash(tokenizer), "classes": '["a", "b", "c"]'}
+    names = '["disc", "square", "triangle"]'
+    facts = {**objective.facts, "tokenizer": checkpoint.tokenizer_hash(tokenizer), "classes": names}
     checkpoint.save_module(folder / run_files.WEIGHTS, model, model.config, extra_metadata=facts)
     (folder / run_files.META).write_text("{}")
     checkpoint.save_module(run / run_files.TOKENIZER, tokenizer, tokenizer.config)
@@ -372,7 +373,7 @@ def test_what_does_not_fit_is_refused(teacher_dir: Path, tuned: Path, tmp_path: 
 def test_a_generator_is_sampled_in_one_pass_and_helped_by_its_teacher(teacher_dir: Path, tuned: Path) -> None:
     generator = visgen.load(tuned, device="cpu", batch=2)
     model = generator.model
-    images = generator.sample(["a", "c", 1], seeds=[5, 6, 7])
+    images = generator.sample(["disc", "triangle", 1], seeds=[5, 6, 7])
     assert images.nfe_per_image == [1, 1, 1]
     labels = torch.tensor([0, 2, 1])
     noise = noise_of(Noise(torch.tensor([5, 6, 7])), torch.arange(16).expand(3, -1), 3)
@@ -380,10 +381,10 @@ def test_a_generator_is_sampled_in_one_pass_and_helped_by_its_teacher(teacher_di
     wanted = (q.unsqueeze(2) - model.backbone.codes).square().sum(-1).argmin(-1)  # type: ignore[operator]
     assert torch.equal(images.tokens, wanted)
     helped = plugin_config("visgen.samplers", "one_step", teacher=teacher_dir, first=12)
-    found = generator.sample(["a", "c", 1], seeds=[5, 6, 7], sampler=helped)
+    found = generator.sample(["disc", "triangle", 1], seeds=[5, 6, 7], sampler=helped)
     assert torch.equal(found.tokens[:, :12], wanted[:, :12]) and found.nfe_per_image == [5, 5, 5]
     teacher = Engine(checkpoint.load_model(teacher_dir), *TOLD.values())
-    whole = generator.sample(["a", "c", 1], seeds=[5, 6, 7], sampler=dataclasses.replace(helped, first=0))
+    whole = generator.sample(["disc", "triangle", 1], seeds=[5, 6, 7], sampler=dataclasses.replace(helped, first=0))
     assert torch.equal(
         whole.tokens, make_pairs(teacher, model.backbone.codes, {"label": labels}, torch.tensor([5, 6, 7]))
     )  # type: ignore[arg-type]

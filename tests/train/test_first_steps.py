@@ -4,6 +4,7 @@ import copy
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from toy import metrics, train
 
 from visgen import config as configs
 from visgen import launch, run_files
+from visgen.checkpoint import classes_of, load_model, read_metadata
 from visgen.config import UserError
 from visgen.nn.discriminator import LeCam
+from visgen.objectives._tokens import check_cache, check_names
 from visgen.quantizers import vq
 from visgen.tokenizers.conv_kl import Normaliser
 from visgen.train import log as logs
@@ -65,6 +68,35 @@ def test_a_tokenizer_goes_on_whatever_the_classes_are_called(tmp_path, monkeypat
     monkeypatch.setattr(synthetic.Synthetic, "__init__", renamed)
     before = run_files.find_steps(run)
     assert run_files.find_steps(train_small(run, TOKENIZER)) == before and before
+
+
+def test_what_a_control_or_a_student_learns_from_has_the_same_classes(model_run, monkeypatch):
+    run, _ = model_run
+    model = load_model(run)
+    data = SimpleNamespace(classes=["circle", "zebra", "c", "d"])
+    with pytest.raises(UserError, match="zebra"):
+        check_names(model, data, run, "objective.init")
+    data.classes = classes_of(read_metadata(run / "step_0000001" / "model.safetensors"), run)
+    check_names(model, data, run, "objective.init")
+
+
+def test_a_cache_of_other_classes_than_its_source(model_run, tmp_path):
+    model = load_model(model_run[0])
+    names = ["a", "b", "c", "d"]
+    source = SimpleNamespace(classes=names)
+    cache = SimpleNamespace(
+        grid=model.grid, vocab=model.config.vocab, classes=names, folder="cache", source=lambda: source
+    )
+    check_cache(model, cache)
+    source.classes = ["b", "a", "c", "d"]
+    with pytest.raises(UserError, match="in another order"):
+        check_cache(model, cache)
+
+    def gone():
+        raise UserError("it is not here")
+
+    cache.source = gone
+    check_cache(model, cache)
 
 
 def test_a_codebook_that_would_never_be_used_is_refused(tmp_path):

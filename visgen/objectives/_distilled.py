@@ -22,7 +22,7 @@ from visgen.nn.keyed import Rng, whole
 from visgen.nn.mixture import STEPS
 from visgen.objectives import Objective
 from visgen.objectives._control import Maps
-from visgen.objectives._tokens import check_labels, check_preview, check_text
+from visgen.objectives._tokens import check_labels, check_names, check_preview, check_text
 from visgen.samplers._teacher import Teacher, codes_of, make_pairs, read_teacher
 
 SEEDS = 1 << 62  # training draws seeds below it, evaluation begins with it
@@ -98,6 +98,7 @@ class Distillation(Objective):
         check_labels(model, data)
         check_text(model, data)
         check_teacher(model, teacher, f"objective.teacher {self.config.teacher}")
+        check_names(model, data, Path(self.config.teacher), f"objective.teacher {self.config.teacher}")
         if self.maps is not None:
             self.maps.setup(data)
             self.frozen |= {f"control_{kind}": control for kind, control in self.maps.kinds.items()}

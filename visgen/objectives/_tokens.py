@@ -13,6 +13,7 @@ from visgen import config as configs
 from visgen.checks import Positive
 from visgen.config import UserError
 from visgen.data import Batch, Data
+from visgen.data._classes import same_classes
 from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
@@ -138,6 +139,21 @@ def check_labels(model: Model, data: Data) -> None:
         )
 
 
+def check_names(model: Model, data: Data, path: Path, where: str) -> None:
+    """Refuse class names that are not those of the model at `path`, which `model` starts from or learns from.
+
+    Raises:
+        UserError: a label would mean another class than there.
+    """
+    from visgen.checkpoint import classes_of, read_metadata
+    from visgen.run_files import WEIGHTS, find_step
+
+    if hasattr(model.config.condition, "classes"):
+        weights = path if path.is_file() else find_step(path) / WEIGHTS
+        remedy = "give the data those names, in that order"
+        same_classes(classes_of(read_metadata(weights), weights), data.classes, where, remedy)
+
+
 def check_text(model: Model, data: Data) -> None:
     """Raises `UserError` where the model reads text features that the data do not have, or others."""
     asked: Any = model.config.condition
@@ -167,3 +183,9 @@ def check_cache(model: Model, data: Any) -> None:
             f"the cached tokens have grid {its[0]} and {name} {its[1]}, objective.model has {mine[0]} and {mine[1]}; "
             f"set objective.model.grid and .{name} to the cache's"
         )
+    try:
+        names = data.source().classes if hasattr(data, "source") else []
+    except UserError:  # the pictures need not be here
+        return
+    if names:
+        same_classes(data.classes, names, f"code cache {data.folder}", "name its source's classes so, or encode again")

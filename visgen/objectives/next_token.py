@@ -25,7 +25,7 @@ from visgen.nn.keyed import Rng, uniform
 from visgen.objectives import Logs, Objective
 from visgen.objectives._control import Maps, drops, encoders, freeze_base, start_from
 from visgen.objectives._sizes import SizesConfig, allowed, resized, size_of_step
-from visgen.objectives._tokens import Previewed, check_preview, read_tokenizer, tokens_of
+from visgen.objectives._tokens import Previewed, check_names, check_preview, read_tokenizer, tokens_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class NextToken(Objective):
         model: Model = self.exported()
         self.frozen |= read_tokenizer(self.config.tokenizer, model, data)
         self._check_views(data)
-        self._start(model)
+        self._start(model, data)
         self._check_sizes(data)
         if self.maps is not None:
             self.maps.setup(data)
@@ -105,13 +105,15 @@ class NextToken(Objective):
         if sampler != fitting:
             raise UserError(f"objective.preview.sampler {sampler} makes no preview of this model; use kind {fitting}")
 
-    def _start(self, model: Model) -> None:
+    def _start(self, model: Model, data: Data) -> None:
         """Reads the weights to start from: the base model's, and the pretrained ones of the control's encoder."""
         path, whole = self.config.init, False
         if path is not None:
             from visgen.checkpoint import load_model, weights_hash
 
             base = load_model(path)
+            if self.part:  # what is trained anew may learn other classes
+                check_names(model, data, path, f"objective.init {path}")
             whole = start_from(model, base, f"objective.init {path}")
             self.facts = {"base": weights_hash(base), "base_path": str(path)} if self.part else {}
         for encoder in [] if whole else encoders(model):
