@@ -16,7 +16,8 @@ LAYERS = (
     "tokenizers controls decode / backbones / model / samplers / objectives / "
     "checkpoint prompts hints sampling images / conditioned / generate / "
     "loading known pictures captions scored_data / encode convert prepare sample evaluate speed exactness mutants / "
-    "small_set clip_score maps trajectories vectors speed_blocks scale tally / control_set rollout sweep / "
+    "small_set clip_score maps trajectories vectors enumeration lossless speed_blocks scale tally / "
+    "control_set rollout sweep / "
     "sweep_report / train / programs"
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split(" / ")) for name in layer.split()}

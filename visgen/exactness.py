@@ -1,17 +1,17 @@
-"""Proof that a sampler draws from the law of plain autoregression: by enumeration and by simulation.
+"""Proof that a sampler draws from the distribution of plain autoregression, by simulation; `enumeration.py` enumerates.
 
-A `TableEngine` is an engine whose model is one table, a law for every prefix, so that its joint law is known. Shipped
-samplers run on it unchanged.
+A `World` is an engine with what it is asked to draw: one or more conditions (labels, maps, known tokens). Image i has
+condition i modulo their number. Its engine is a real one, or a `TableEngine`: a table of probabilities for every
+condition and prefix, so that the probability of every sequence is known. Shipped samplers run on both unchanged.
 
-- `enumerate_law`: all branches of a decode, in float64. The laws draw from a `Branching` noise: at every draw the
-  iteration starts anew with a row for each outcome, weighted by its probability; equal states are merged in between.
+- `joint`: the probability of every sequence under plain autoregression, found without the code that decodes: a table is
+  multiplied out; a real model runs its training pass, without a cache, and the published formula guides it.
 - `simulate`: many rows with the shipped noise in float32; `Fit` is a G-test of their joint counts, and their TV beside
-  the TV that as many draws of the true law show.
+  the TV that as many draws of the true distribution show.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visgen.conditions import Prefix
 from visgen.decode.engine import Engine
-from visgen.decode.noise import Noise, mix
+from visgen.decode.guidance import Guidance
+from visgen.decode.noise import Noise
+from visgen.decode.refill import refill
 from visgen.nn.categorical import Categorical
 from visgen.samplers import Sampler
 
@@ -33,7 +36,8 @@ class TableEngine(Engine):
     """An engine whose model is a table of the next token's logits after each prefix, in the default dtype.
 
     Args:
-        logits: [nodes, V] float64, by length of the prefix, then lexically: the root, x_0, x_0 x_1, ...
+        logits: [nodes, V] float64, by length of the prefix, then lexically: the root, x_0, x_0 x_1, ...; or of several
+            classes, [classes, nodes, V].
         grid: (T, H, W) of its tokens.
         drafter: the draft model's engine, for a sampler that has one.
         law: class of the laws.
@@ -42,19 +46,21 @@ class TableEngine(Engine):
     def __init__(
         self, logits: Tensor, grid: tuple[int, int, int], drafter: TableEngine | None = None, law: Any = Categorical
     ) -> None:
-        self.logits, self.grid, self.drafter, self.law = logits, grid, drafter, law
+        self.logits = logits if logits.ndim == 3 else logits.unsqueeze(0)
+        self.grid, self.drafter, self.law = grid, drafter, law
         self.tokens, self.vocab = math.prod(grid), logits.shape[-1]
-        self.device, self.known, self.unsound = torch.device("cpu"), None, torch.zeros(1, dtype=torch.int32)
-        self.begin({"rows": 1})
+        self.device, self.dtype, self.guidance = torch.device("cpu"), torch.float32, Guidance()
+        self.unsound, self._kept = torch.zeros(1, dtype=torch.int32), {}
+        self.begin(rows(1))
 
     def begin(self, batch: dict[str, Any], known: tuple[Tensor, Tensor] | None = None) -> None:
-        """Starts a batch of `batch["rows"]` images; knows no known tokens."""
-        self.given = batch
-        self.read = torch.zeros(batch["rows"], self.tokens, dtype=torch.int64)  # the cache: the token before each
+        """Starts a batch of images of the classes `batch["label"]`."""
+        self.given, self.known, self._cond = batch, known, self.prefixes(batch)
+        self.read = torch.zeros(self.batch, self.tokens, dtype=torch.int64)  # the cache: the token before each
 
-    @property
-    def batch(self) -> int:
-        return len(self.read)
+    def prefixes(self, batch: dict[str, Any]) -> Prefix:
+        """A slot of one channel: the class itself."""
+        return Prefix(batch["label"].view(-1, 1, 1).float())
 
     def forward(self, tokens: Tensor, index: Tensor) -> Any:
         """Like a transformer with a cache, it sees at every earlier position what was last fed there."""
@@ -62,11 +68,56 @@ class TableEngine(Engine):
         nodes = [torch.zeros_like(self.read[:, 0])]
         for k in range(1, self.tokens):
             nodes.append(nodes[-1] * self.vocab + self.read[:, k] + 1)
-        return self.law(self.logits.to(torch.get_default_dtype())[torch.stack(nodes, 1).gather(1, index)])
+        tables, label = self.logits.to(torch.get_default_dtype()), self.condition.vectors[:, 0].long()  # [B, 1]
+        law = self.law(tables[label, torch.stack(nodes, 1).gather(1, index)])
+        return law if self.known is None else law.pin(*(x.gather(1, index) for x in self.known))
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The draft model: nothing else is kept here."""
-        return self.drafter
+        """As in `Engine`, but for the draft model, which is there."""
+        return self.drafter if key[0] == "draft" else super().once(key, make)  # type: ignore[index]
+
+
+def rows(count: int) -> dict[str, Any]:
+    """A batch of `count` images of class 0."""
+    return {"label": torch.zeros(count, dtype=torch.int64)}
+
+
+def labelled(which: Tensor) -> dict[str, Any]:
+    """A batch of images [B] of the classes whose numbers are those of their conditions."""
+    return {"label": which}
+
+
+@dataclass(frozen=True)
+class World:
+    """An engine and what it is asked to draw.
+
+    Attributes:
+        conditions: number C of different conditions.
+        batch: what `engine.begin` reads for images of conditions [B].
+        known: (tokens [C, N], mask [C, N]) of every condition.
+        rows: images that are decoded at once, by refilling rows; None: all.
+    """
+
+    engine: Engine
+    conditions: int = 1
+    batch: Callable[[Tensor], dict[str, Any]] = labelled
+    known: tuple[Tensor, Tensor] | None = None
+    rows: int | None = None
+
+    def begin(self, which: Tensor) -> None:
+        """Start a batch of images of conditions [B]."""
+        known = None if self.known is None else tuple(x.to(which.device)[which] for x in self.known)
+        self.engine.begin(self.batch(which), known)  # type: ignore[arg-type]
+
+    def decode(self, sampler: Sampler, which: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, N] of images of these conditions [B] and seeds [B], and how many evaluations each took."""
+        which, seeds = which.to(self.engine.device), seeds.to(self.engine.device)
+        if self.rows is not None:
+            found = refill(self.engine, sampler, self.batch(which), Noise(seeds), self.rows)
+        else:
+            self.begin(which)
+            found = self.engine.run(sampler, Noise(seeds))
+        return found.tokens.cpu(), found.nfe_per_image.cpu()
 
 
 def table(vocab: int, tokens: int, seed: int, sharpness: float) -> Tensor:
@@ -90,158 +141,6 @@ def place(tokens: Tensor, vocab: int) -> Tensor:
     return (tokens * vocab ** torch.arange(tokens.shape[1]).flip(0)).sum(1)
 
 
-@torch.inference_mode()
-def joint(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
-    """Probability [V^N] of every sequence under plain autoregression, by one evaluation of all of them.
-
-    Args:
-        batch: what `engine.begin` reads for so many images, all of one condition.
-    """
-    every = sequences(engine.vocab, engine.tokens)
-    engine.begin(batch(len(every)))
-    with precision(torch.float64):
-        law = engine.forward(every, torch.arange(engine.tokens).expand(len(every), -1))
-        return law.like(law.logits.double()).log_prob(every).sum(1).exp()
-
-
-@torch.inference_mode()
-def tabulated(engine: Engine, batch: Callable[[int], dict[str, Any]]) -> Tensor:
-    """The laws of a real engine as logits [nodes, V] of a `TableEngine`, by one evaluation; `batch` as for `joint`."""
-    every = sequences(engine.vocab, engine.tokens)
-    engine.begin(batch(len(every)))
-    index = torch.arange(engine.tokens)
-    logits = engine.forward(every, index.expand(len(every), -1)).logits.double()
-    return torch.cat([logits[:: engine.vocab ** (engine.tokens - k), k] for k in index.tolist()])
-
-
-def rows(count: int) -> dict[str, Any]:
-    """A batch of a `TableEngine`."""
-    return {"rows": count}
-
-
-# -------------------------------------------------------------------------------------------------- enumeration
-
-
-class Branch(Exception):
-    """A draw whose outcomes are not scripted yet: probs [R, W, K], looked at in `where` [R, W] alone."""
-
-    def __init__(self, probs: Tensor, where: Tensor | None) -> None:
-        super().__init__("draws happen in Sampler.iterate alone")
-        self.probs = probs
-        self.where = torch.ones(probs.shape[:2], dtype=torch.bool) if where is None else where
-
-    def outcomes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Every joint outcome of positive probability: its row [M], ids [M, W] and probability [M]."""
-        parents = torch.arange(len(self.probs))
-        ids, weight = torch.zeros(len(parents), 0, dtype=torch.int64), torch.ones(len(parents), dtype=torch.float64)
-        unseen = torch.eye(1, self.probs.shape[-1], dtype=torch.float64)
-        for w in range(self.probs.shape[1]):
-            probs = torch.where(
-                self.where[parents, w, None], self.probs[parents, w], unseen
-            )  # unseen: one outcome, id 0
-            parent, token = probs.nonzero().unbind(1)
-            parents, weight = parents[parent], weight[parent] * probs[parent, token]
-            ids = torch.cat([ids[parent], token.unsqueeze(1)], 1)
-        return parents, ids, weight
-
-
-class Branching:
-    """A noise of scripted outcomes [R, W] for the draws of an iteration, in their order; see `BranchingLaw`."""
-
-    def __init__(self) -> None:
-        self.script: list[Tensor] = []
-        self.used = 0
-
-    def choose(self, probs: Tensor, where: Tensor | None) -> Tensor:
-        if self.used == len(self.script):
-            raise Branch(probs, where)
-        self.used += 1
-        return self.script[self.used - 1]
-
-
-class BranchingLaw(Categorical):
-    """The shipped law, of which the two places where chance comes in take every outcome."""
-
-    def draw(self, noise: Any, index: Tensor, stream: int, iteration: Any = 0, where: Tensor | None = None) -> Tensor:
-        return noise.choose(self.probs(), where)
-
-    def accept(
-        self,
-        draft: Tensor,
-        drawn_from: Categorical,
-        noise: Any,
-        index: Tensor,
-        stream: int,
-        iteration: Any = 0,
-        where: Tensor | None = None,
-    ) -> Tensor:
-        kept = self.acceptance(draft, drawn_from)
-        return noise.choose(torch.stack([1 - kept, kept], -1), where) == 1
-
-
-def enumerate_law(sampler: Sampler, engine: TableEngine) -> tuple[Tensor, float]:
-    """Exact law [V^N] of a decode's tokens, and its expected number of evaluations, on an engine of `BranchingLaw`s."""
-    law, nfe, noise = torch.zeros(engine.vocab**engine.tokens, dtype=torch.float64), 0.0, Branching()
-    engines = [e for e in (engine, engine.drafter) if e is not None]
-    for each in engines:
-        each.begin({"rows": 1})
-    with precision(torch.float64):
-        state, weight = sampler.init(engine, noise), torch.ones(1)  # type: ignore[arg-type]
-        for iteration in range(1, sampler.iterations(engine) + 1):
-            state, weight = _iterate(sampler, state, engines, weight, noise)
-            over = (state.rounds > 0).all(1)
-            law.index_add_(0, place(state.tokens[over], engine.vocab), weight[over])
-            nfe += iteration * float(weight[over].sum())
-            state, weight = _merged(state, engines, weight, ~over)
-    assert len(weight) == 0, "every row is complete"
-    return law, nfe
-
-
-def _iterate(
-    sampler: Sampler, state: Any, engines: Sequence[TableEngine], weight: Tensor, noise: Branching
-) -> tuple[Any, Tensor]:
-    """One iteration of every row and outcome."""
-    noise.script = []
-    reads = [e.read for e in engines]
-    while True:
-        trial, noise.used = _rows(state, torch.arange(len(weight))), 0
-        for each, read in zip(engines, reads, strict=True):
-            each.read = read.clone()
-        try:
-            sampler.iterate(trial, engines[0].forward, noise)  # type: ignore[arg-type]
-        except Branch as branch:
-            parents, ids, chance = branch.outcomes()
-            state, weight = _rows(state, parents), weight[parents] * chance
-            reads = [read[parents] for read in reads]
-            noise.script = [s[parents] for s in noise.script] + [ids]
-        else:
-            return trial, weight
-
-
-def _rows(state: Any, chosen: Tensor) -> Any:
-    """A copy of a state with these of its rows; tensors of one dimension have none."""
-    return dataclasses.replace(
-        state,
-        **{k: v[chosen] for k, v in vars(state).items() if isinstance(v, Tensor) and v.ndim > 1},
-    )
-
-
-def _merged(state: Any, engines: Sequence[TableEngine], weight: Tensor, keep: Tensor) -> tuple[Any, Tensor]:
-    """The rows to keep, equal ones as one of their common weight; equal: by 64 bits of all that a row holds."""
-    parts = [v for v in vars(state).values() if isinstance(v, Tensor) and v.ndim > 1]
-    parts += [e.read for e in engines]
-    key = torch.zeros(len(weight), dtype=torch.int64)
-    for column in torch.cat([p[keep].double().flatten(1) for p in parts], 1).view(torch.int64).unbind(1):
-        key[: len(column)] = mix(key[: len(column)] ^ column)
-    _, group = key[: int(keep.sum())].unique(return_inverse=True)
-    count = int(group.max()) + 1 if len(group) else 0
-    first = torch.full((count,), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
-    kept = keep.nonzero().squeeze(1)[first]
-    for each in engines:
-        each.read = each.read[kept]
-    return _rows(state, kept), torch.zeros(count).index_add(0, group, weight[keep])
-
-
 @contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
     """Tables and laws in this dtype."""
@@ -251,6 +150,74 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@torch.inference_mode()
+def joint(world: World) -> Tensor:
+    """Probability [C, V^N] float64 of every sequence under plain autoregression, for every condition."""
+    engine, found = world.engine, []
+    every = sequences(engine.vocab, engine.tokens)
+    for condition in range(world.conditions):
+        which = torch.full((len(every),), condition)
+        world.begin(which)
+        with precision(torch.float64):
+            each = _reference(engine, world.batch(which), every).log_softmax(-1).exp()  # [V^N, N, V]
+        chances = each.gather(-1, every.unsqueeze(-1)).squeeze(-1)
+        if world.known is not None:
+            tokens, mask = (x[condition] for x in world.known)
+            chances = torch.where(mask, (every == tokens).double(), chances)
+        found.append(chances.prod(1))
+    return torch.stack(found)
+
+
+def _reference(engine: Engine, batch: dict[str, Any], every: Tensor) -> Tensor:
+    """Logits [M, N, V] float64 of all tokens of sequences [M, N], known ones aside."""
+    index = torch.arange(engine.tokens).expand(len(every), -1)
+    if isinstance(engine, TableEngine):
+        engine.known = None
+        return engine.forward(every, index).logits
+    if engine.dtype != torch.float32:  # rounding is part of the law, and that of one token at a time is the reference
+        engine.known = None
+        return torch.cat([engine.forward(every, index[:, k : k + 1]).logits for k in range(engine.tokens)], 1).double()
+    return engine.warp(_guided(engine, batch, every).float()).double()
+
+
+def _guided(engine: Engine, batch: dict[str, Any], every: Tensor) -> Tensor:
+    """u + s (l - u) + r (c - l) at every token, of the training pass: null, condition, condition with control."""
+    model, rule = engine.model, engine.guidance
+    given, control = model.condition(batch), model.controlled(batch)
+    control = None if control is None else control.expand(-1, len(every), -1, -1)
+
+    def said(cond: Prefix, added: Tensor | None) -> Tensor:
+        h = model.backbone(every[:, :-1], None, cond=cond, control=added)[:, model.condition.prefix - 1 :]
+        return model.head.law(h).logits.double()
+
+    null, plain, full = said(model.condition.null(given), None), said(given, None), said(given, control)
+    scales = torch.tensor([scales_at(rule, k, engine.tokens) for k in range(engine.tokens)])  # [N, 2]
+    return null + scales[:, :1] * (plain - null) + scales[:, 1:] * (full - plain)
+
+
+def scales_at(rule: Guidance, token: int, tokens: int) -> tuple[float, float]:
+    """The scales of condition and control at one token, as docs/methods.md has them."""
+    place = token / max(tokens - 1, 1)
+    if not rule.interval[0] <= place <= rule.interval[1]:
+        return 1.0, 1.0
+    grown = {"constant": 1.0, "linear": place, "cosine": math.sin(math.pi * place / 2) ** 2}[rule.schedule]
+    control = rule.scale if rule.control is None else rule.control
+    return 1 + (rule.scale - 1) * grown, 1 + (control - 1) * grown
+
+
+@torch.inference_mode()
+def tabulated(world: World) -> Tensor:
+    """The laws of a real engine as logits [C, nodes, V] of a `TableEngine`; known tokens are left out."""
+    engine, found = world.engine, []
+    every = sequences(engine.vocab, engine.tokens)
+    for condition in range(world.conditions):
+        engine.begin(world.batch(torch.full((len(every),), condition)))
+        index = torch.arange(engine.tokens)
+        logits = engine.forward(every, index.expand(len(every), -1)).logits.double()
+        found.append(torch.cat([logits[:: engine.vocab ** (engine.tokens - k), k] for k in index.tolist()]))
+    return torch.stack(found)
 
 
 # --------------------------------------------------------------------------------------------------- simulation
@@ -274,34 +241,48 @@ class Fit:
     nfe: float
 
 
-def simulate(
-    sampler: Sampler, engine: Engine, draws: int, seed: int, batch: Callable[[int], dict[str, Any]] = rows
-) -> Fit:
-    """`draws` sequences by the shipped sampler, loop and noise, of seeds from `seed` on; `batch` as for `joint`."""
-    law, evaluations = joint(engine, batch), 0
+def simulate(sampler: Sampler, world: World, draws: int, seed: int, law: Tensor | None = None) -> Fit:
+    """How `draws` sequences by the shipped sampler, loop and noise, of seeds from `seed` on, fit the law [C, V^N].
+
+    Args:
+        law: default `joint(world)`.
+    """
+    law, evaluations = joint(world) if law is None else law, 0
     counts = torch.zeros_like(law)
     for start in range(0, draws, CHUNK):
-        count = min(CHUNK, draws - start)
-        engine.begin(batch(count))
-        result = engine.run(sampler, Noise(torch.arange(count) + start + seed))
-        counts += torch.bincount(place(result.tokens, engine.vocab), minlength=len(counts))
-        evaluations += int(result.nfe_per_image.sum())
-    floor = (2 * law * (1 - law) / (math.pi * draws)).sqrt().sum() / 2
-    return Fit(float((counts / draws - law).abs().sum()) / 2, float(floor), g_test(counts, law), evaluations / draws)
+        image = torch.arange(start, min(start + CHUNK, draws))
+        which = image % world.conditions
+        tokens, nfe = world.decode(sampler, which, image + seed)
+        cells = which * law.shape[1] + place(tokens, world.engine.vocab)
+        counts += torch.bincount(cells, minlength=counts.numel()).view_as(counts)
+        evaluations += int(nfe.sum())
+    return fitted(counts, law, evaluations / draws)
+
+
+def fitted(counts: Tensor, law: Tensor, nfe: float) -> Fit:
+    """The fit of counts [C, cells] to laws [C, cells]."""
+    each = counts.sum(1, keepdim=True)  # draws of every condition
+    share = each[:, 0] / each.sum()
+    tv = (counts / each - law).abs().sum(1) / 2
+    floor = (2 * law * (1 - law) / (math.pi * each)).sqrt().sum(1) / 2
+    return Fit(float(tv @ share), float(floor @ share), g_test(counts, law), nfe)
 
 
 def g_test(counts: Tensor, law: Tensor) -> float:
-    """p-value of the log-likelihood ratio G = 2 sum O ln(O / E), chi-square with one less than the cells' number."""
+    """p-value of the log-likelihood ratio G = 2 sum O ln(O / E) of counts [..., cells], chi-square with one less than
+    the cells' number for each of the laws."""
     if counts[law == 0].any():
         return 0.0
-    expected = law * counts.sum()
-    rare = expected < 5
-    observed = torch.cat([counts[~rare], counts[rare].sum(0, keepdim=True)])
-    expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    g = 2 * torch.special.xlogy(observed, observed / expected).sum()
-    freedom = torch.tensor((len(observed) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, g.clamp(min=0) / 2))
+    g, freedom = torch.zeros((), dtype=torch.float64), 0
+    for found, each in zip(counts.view(-1, law.shape[-1]), law.view(-1, law.shape[-1]), strict=True):
+        expected = each * found.sum()
+        rare = expected < 5
+        observed = torch.cat([found[~rare], found[rare].sum(0, keepdim=True)])
+        expected = torch.cat([expected[~rare], expected[rare].sum(0, keepdim=True)])
+        observed, expected = observed[expected > 0], expected[expected > 0]
+        g += 2 * torch.special.xlogy(observed, observed / expected).sum()
+        freedom += len(observed) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), g.clamp(min=0) / 2))
 
 
 def holm(p: Sequence[float]) -> list[float]:

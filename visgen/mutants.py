@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visgen.decode import refill
+from visgen.decode.engine import Engine
+from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise, Stream
 from visgen.decode.verify import ring
 from visgen.decode.warp import Warp
@@ -17,6 +20,7 @@ from visgen.nn.categorical import Categorical
 from visgen.nn.coupling import Step
 from visgen.samplers import Forward
 from visgen.samplers._walk import along, step_mean
+from visgen.samplers._window import trials
 from visgen.samplers.cspec import CSpec, Walked
 from visgen.samplers.sjd import SJD, State
 
@@ -63,6 +67,131 @@ class FilteredResidualLaw(Categorical):
 
     def leftover(self, drawn_from: Categorical) -> Categorical:
         return super().leftover(drawn_from).warped(Warp(temperature=0.7, top_p=0.9))
+
+
+class SharedNoise(Categorical):
+    """Whether a draft stays is drawn by the noise that drafts of `gumbel` share, not by noise of its own."""
+
+    def accept(
+        self,
+        draft: Tensor,
+        drawn_from: Categorical,
+        noise: Any,
+        index: Tensor,
+        stream: int,
+        iteration: Any = 0,
+        where: Tensor | None = None,
+    ) -> Tensor:
+        return super().accept(draft, drawn_from, noise, index, Stream.TOKEN, 0, where)
+
+
+class RoundedRatio(Categorical):
+    """p / q of a test is taken in bfloat16, as half-precision code that never casts would take it."""
+
+    def acceptance(self, draft: Tensor, drawn_from: Categorical) -> Tensor:
+        ratio = self.log_prob(draft).bfloat16() - drawn_from.log_prob(draft).bfloat16()
+        return ratio.exp().clamp(max=1).nan_to_num(nan=0.0).to(self.logits.dtype)
+
+
+class TrialOfImages(SJD):
+    """`window: auto` as it was: its trial draws with the seeds of the images, so their tokens choose their window."""
+
+    def init(self, engine: Engine, noise: Noise) -> State:
+        chosen = trials(self, engine, noise)
+        return self.begin(engine, chosen["window"], chosen)
+
+
+class FreeDrafts(SJD):
+    """First drafts take no notice of known tokens, and say so: exact by itself, and not with an `UnpinnedLaw`."""
+
+    def begin(self, engine: Engine, window: int, chosen: dict[str, Any] | None = None) -> State:
+        state = super().begin(engine, window, chosen)
+        state.known = None
+        return state
+
+
+class UnpinnedLaw(Categorical):
+    """Known tokens are certain in the test of a draft, but not in what replaces a refused one."""
+
+    free: Tensor | None = None  # logits before known tokens
+
+    def pin(self, tokens: Tensor, mask: Tensor) -> Categorical:
+        pinned = super().pin(tokens, mask)
+        pinned.free = self.logits  # type: ignore[attr-defined]
+        return pinned
+
+    def leftover(self, drawn_from: Categorical) -> Categorical:
+        return super().leftover(drawn_from) if self.free is None else self.like(self.free).leftover(drawn_from)
+
+
+class UncontrolledTest(SJD):
+    """Drafts are tested against what the model says without the control; all else is as it should be."""
+
+    def init(self, engine: Engine, noise: Noise) -> State:
+        self.engine = engine
+        return super().init(engine, noise)
+
+    def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
+        def forked(tokens: Tensor, index: Tensor) -> Any:
+            kept, self.engine._control = self.engine._control, None
+            plain = forward(tokens, index)
+            self.engine._control = kept
+            law = TestedByAnother(forward(tokens, index).logits)  # whose keys and values stay in the cache
+            law.other = plain
+            return law
+
+        super().iterate(state, forked, noise)
+
+
+class TestedByAnother(Categorical):
+    """A law whose drafts another law tests."""
+
+    other: Categorical | None = None
+
+    def acceptance(self, draft: Tensor, drawn_from: Categorical) -> Tensor:
+        if self.other is None:
+            return super().acceptance(draft, drawn_from)
+        return self.other.acceptance(draft, drawn_from)
+
+
+class NeighboursLaw(SJD):
+    """Row i follows the law of row i + 1, which is an image of another class where a batch mixes them."""
+
+    def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
+        def turned(tokens: Tensor, index: Tensor) -> Any:
+            law = forward(tokens, index)
+            return law.like(law.logits.roll(-1, 0))
+
+        super().iterate(state, turned, noise)
+
+
+class UnwrittenLabels(SJD):
+    """The kernel that tests a window leaves the labels of its drafts as they were."""
+
+    def iterate(self, state: State, forward: Forward, noise: Noise) -> None:
+        def unwritten(tokens: Tensor, index: Tensor) -> Any:
+            law = forward(tokens, index)
+            test = law.test
+            law.test = lambda *given, **rule: test(*given, **{**rule, "relabel": False})
+            return law
+
+        super().iterate(state, unwritten, noise)
+
+
+class OldNoise(refill.Slots):
+    """A row goes on with the next image by the noise of the image that it has completed."""
+
+    def start(self, row: Tensor, image: Tensor) -> None:
+        kept = self.noise.seeds.clone()
+        super().start(row, image)
+        self.noise.seeds.copy_(kept)
+
+
+class LateGuidance(Guidance):
+    """Interval and schedule are those of the token behind."""
+
+    def weights(self, index: Tensor, tokens: int) -> Tensor:
+        return super().weights((index + 1).clamp(max=tokens - 1), tokens)
 
 
 def _window(state: State) -> tuple[Tensor, Tensor, Tensor]:

@@ -156,15 +156,16 @@ def test_speculative_jacobi_decoding_under_a_control_follows_the_models_law(
     model = make_model(grid=(1, 1, 3), vocab=3, control="canny", layers=2, width=16)
     engine = Engine(model, Guidance(2.0, control=1.5), Warp(8.0))  # at 1 the random model is nearly certain
 
-    def batch(count: int, seed: int = 0) -> dict[str, Any]:
-        return {"label": torch.ones(count, dtype=torch.int64), "map": maps(1, seed, (1, 3))}
+    def batch(which: Tensor, seed: int = 0) -> dict[str, Any]:
+        return {"label": torch.ones_like(which), "map": maps(1, seed, (1, 3))}
 
-    sampler = sjd.SJD(sjd.Config(drafting, 3))
-    fit = ex.simulate(sampler, engine, 12_000, seed=7 << 32, batch=batch)
+    sampler, world = sjd.SJD(sjd.Config(drafting, 3)), ex.World(engine, batch=batch)
+    fit = ex.simulate(sampler, world, 12_000, seed=7 << 32)
     assert fit.p > 1e-4 and fit.nfe < 3
-    law, other = ex.joint(engine, batch), ex.joint(engine, lambda count: batch(count, 6))
+    law, other = ex.joint(world)[0], ex.joint(ex.World(engine, batch=lambda which: batch(which, 6)))[0]
     assert (law - other).abs().sum() > 0.1
-    counts = torch.bincount(ex.place(decoded(engine, batch(4000), sampler, torch.arange(4000)), 3), minlength=27)
+    seeds = torch.arange(4000)
+    counts = torch.bincount(ex.place(decoded(engine, batch(seeds), sampler, seeds), 3), minlength=27)
     assert ex.g_test(counts.float(), law) > 1e-4 > ex.g_test(counts.float(), other)
 
 

@@ -21,7 +21,7 @@ from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
-from visgen.exactness import TableEngine
+from visgen.exactness import TableEngine, rows
 from visgen.generate import Generator
 from visgen.model import Model, ModelConfig
 from visgen.nn.mixture import scale_of
@@ -393,7 +393,7 @@ def toy(logits: Tensor, vocab: int, count: int, steps: int, batch: int, rate: fl
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.1)
     for step in range(steps):
         seeds = (1 << 40) + step * batch + torch.arange(batch)
-        tokens = make_pairs(engine, model.backbone.codes, {"rows": batch}, seeds)
+        tokens = make_pairs(engine, model.backbone.codes, rows(batch), seeds)
         values, level = inputs(model, tokens, seeds, torch.zeros_like(seeds))
         net(values, level, tokens, {"label": torch.zeros_like(seeds)})[0].backward()
         optimiser.step()

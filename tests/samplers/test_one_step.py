@@ -18,7 +18,7 @@ from visgen.decode.engine import Engine
 from visgen.decode.guidance import Guidance
 from visgen.decode.noise import Noise
 from visgen.decode.warp import Warp
-from visgen.exactness import TableEngine, place, sequences, table
+from visgen.exactness import TableEngine, place, rows, sequences, table
 from visgen.model import Model
 from visgen.nn.mixture import STEPS, scale_of
 from visgen.samplers import ar
@@ -90,7 +90,7 @@ def test_mapped_sequences_have_the_teachers_law() -> None:  # S9, the whole law 
     vocab, count, draws = 5, 3, 12_000
     logits = table(vocab, count, seed=2, sharpness=1.0)
     engine, law = TableEngine(logits, (1, 1, count)), law_of_table(logits, vocab, count)
-    tokens = make_pairs(engine, codebook(vocab, 4), {"rows": draws}, torch.arange(draws))
+    tokens = make_pairs(engine, codebook(vocab, 4), rows(draws), torch.arange(draws))
     seen = torch.bincount(place(tokens, vocab), minlength=vocab**count)
     assert abs(distance(law, seen)) < 4
     ancestral = law[torch.multinomial(law, draws, True, generator=torch.Generator().manual_seed(1))].log()

@@ -46,7 +46,7 @@ def refill(
     rows = min(rows, n)
     engine.begin({name: value[:rows] for name, value in batch.items()})
     state, step, held = engine.prepared(sampler, Noise(noise.seeds[:rows].clone()))
-    slots = _Slots(engine, state, held, engine.prefixes(batch).vectors, noise.seeds)
+    slots = Slots(engine, state, held, engine.prefixes(batch).vectors, noise.seeds)
     engine.synchronize()
     start, looks, launched = time.perf_counter(), Looks(engine.device), 0
     while slots.left:
@@ -61,7 +61,7 @@ def refill(
     return Generation(slots.tokens, launched, seconds, slots.rounds, sampler.notes(state))
 
 
-class _Slots:
+class Slots:
     """Which image each row is at, and what it takes to change that."""
 
     def __init__(self, engine: Engine, state: Any, noise: Noise, vectors: Tensor, seeds: Tensor) -> None:
@@ -96,10 +96,11 @@ class _Slots:
             self.next += 1
         begun = [r for r in ended if self.image[r] is not None]
         if begun:
-            self._start(self._device(begun), self._device([self.image[r] for r in begun]))
+            self.start(self._device(begun), self._device([self.image[r] for r in begun]))
         return True
 
-    def _start(self, row: Tensor, image: Tensor) -> None:
+    def start(self, row: Tensor, image: Tensor) -> None:
+        """Begins images [n] in rows [n]: their state, seed and condition."""
         for name, value in self.first.items():
             getattr(self.state, name).index_copy_(0, row, value.expand(len(row), *value.shape[1:]))
         self.noise.seeds.index_copy_(0, row, self.seeds[image])

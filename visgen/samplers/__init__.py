@@ -22,12 +22,15 @@ class Sampler(ABC):
     """Built as `Sampler(config)`.
 
     Attributes:
+        lossless: whether its tokens have the distribution of plain autoregression: `ar`, of vectors `causal`. One that
+            says so needs a case in `visgen/lossless.py`, so that `eval/exactness.py` proves it.
         continuous: whether its tokens are vectors.
         whole: it draws all tokens by passes over all slots (`Engine.whole`), of a student (`Backbone.taught`).
         ragged: rows finish at different times (`done`), all begin alike, and all that a row knows is in its rows of the
             state, [B, ...] of two dimensions or more: so a row may start anew while the others go on.
     """
 
+    lossless: bool = False
     continuous: bool = False
     whole: bool = False
     ragged = False

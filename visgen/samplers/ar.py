@@ -26,6 +26,8 @@ class State:
 class AR(Sampler):
     """Draws token k from its law given tokens < k, by the Gumbel of (seed, k)."""
 
+    lossless = True
+
     def __init__(self, config: Config) -> None:
         self.config = config
 

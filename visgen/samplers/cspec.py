@@ -115,6 +115,7 @@ class CSpec(Sampler):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.lossless = config.mode != "distance"
         _check(config)
 
     def init(self, engine: Engine, noise: Noise) -> State:
@@ -283,7 +284,7 @@ class CSpec(Sampler):
         if self.config.mode == "exact":
             found["first_failure"] = round((state.whole.double().cpu() / total).item(), 4)
         else:
-            found["lossless"] = False
+            found["lossless"] = self.lossless
         return found
 
     def _check_head(self, engine: Engine) -> None:

@@ -60,6 +60,7 @@ class State:
 class SJD(Sampler):
     """Tests a window, moves it to the first refused draft, and draws drafts for what is new in it."""
 
+    lossless = True
     ragged = True
 
     def __init__(self, config: Config) -> None:

@@ -58,6 +58,8 @@ class State:
 class Speculative(Sampler):
     """Drafts up to `length` tokens one by one, tests them in one window, goes on behind the first refused one."""
 
+    lossless = True
+
     def __init__(self, config: Config) -> None:
         self.config = config
 
