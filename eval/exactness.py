@@ -71,6 +71,8 @@ class ExactnessConfig:
 
 def main() -> None:
     settings, start = configs.load(ExactnessConfig, sys.argv[1:], prog="eval/exactness.py"), time.perf_counter()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which any check may do
     chosen, alone = configurations(settings.sampler)
     ids, continuous = [c for c in chosen if not _vectors(c)], [c for c in chosen if _vectors(c)]
     tasks: dict[str, tuple[Any, ...]] = {}  # the long ones first
@@ -233,7 +235,7 @@ def trials(family: list[Any], draws: int, seed: int) -> dict[str, ex.Fit]:
 def _by_trial(sampler: Sampler, draws: int, seed: int) -> ex.Fit:
     """Clocks favour tokens 0, 1 and 2 in turn; the draws under each are counted apart. Each draw costs a whole trial,
     so there are few."""
-    count = min(max(draws // 100, 300), 1000)
+    count = min(max(draws // 1000, 300), 1000)
     law, counts, evaluations = ex.joint(World(Clock(0))).expand(3, -1), torch.zeros(3, 9, dtype=torch.float64), 0
     for i in range(count):
         tokens, nfe = World(Clock(i % 3)).decode(sampler, torch.tensor([0]), torch.tensor([seed + i]))
@@ -299,8 +301,6 @@ def _as_given(config: Any) -> bool:
 def kernels(family: list[Any]) -> dict[str, bool]:
     """Whether the kernels of laws and windows draw the tokens of the plain code; and whether one is caught that leaves
     a draft its old label. In Triton's interpreter where there is no GPU."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when the kernels are imported, below
     try:
         import triton  # noqa: F401
     except ImportError:

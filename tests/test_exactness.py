@@ -7,11 +7,10 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +160,17 @@ def test_the_floor_is_what_the_law_itself_shows() -> None:
 # ------------------------------------------------------------------------------------------------- the program
 
 
+CHECKS = ("simulation", "trials", "controls", "equalities", "kernels", "enumeration")
+
+
 @pytest.fixture
 def prove(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
-    """Runs `eval/exactness.py`: its exit code and its last line."""
+    """Runs `eval/exactness.py`: its exit code and its last line. Checks that are left out find nothing."""
     exactness = program("exactness")
 
-    def run(*flags: str, **patches: Any) -> tuple[int, Any]:
+    def run(*flags: str, without: Sequence[str] = (), **patches: Any) -> tuple[int, Any]:
+        for check in without:
+            monkeypatch.setattr(exactness, check, lambda *given: {})
         for name, value in patches.items():
             monkeypatch.setattr(exactness.mutants, name, value)
         monkeypatch.setattr(sys, "argv", ["exactness", "--processes", "1", *flags])
@@ -184,18 +188,33 @@ def test_the_default_sampler_is_proved_on_1e5_draws(prove: Callable[..., tuple[i
     assert said["controls_caught"] == "19/19" and said["equalities"] == "5/5"
 
 
-def test_processes_change_nothing(prove: Callable[..., tuple[int, Any]]) -> None:
-    flags = ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "2")
-    run = [sys.executable, str(ROOT / "eval/exactness.py"), *flags, "--processes", "2"]
-    apart = subprocess.run(run, capture_output=True, text=True)
-    one, (code, said) = json.loads(apart.stdout.splitlines()[-1]), prove(*flags)
-    assert apart.returncode == code == 0 and one.pop("seconds") > 0 and said.pop("seconds") > 0 and one == said
+def test_processes_change_nothing() -> None:
+    sampler, share = SJD(Config("coupled", 3)), program("exactness").side_by_side
+    tasks = {
+        title: (ex.simulate, sampler, lossless.world(title), 2000, 0) for title in ("plain", "mixed", "transformer")
+    }
+    assert share(tasks, 2) == share(tasks, 1)
 
 
 def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -> None:
-    flags = ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "2")
-    code, said = prove(*flags, StaleLaw=SJD)  # no control at all: it is exact
-    assert code == 1 and not said["pass"] and said["enumeration_max_tv"] < 1e-12
+    flags, rest = ("--draws", "10000", "--sampler.kind", "ar"), [c for c in CHECKS if c != "controls"]
+    code, said = prove(*flags, StaleLaw=SJD, without=rest)  # no control at all: it is exact
+    assert code == 1 and not said["pass"] and said["controls_caught"] == "16/18"
+
+
+@pytest.mark.parametrize("check", ["equalities", "kernels"])
+def test_unequal_tokens_fail(
+    prove: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    flags, rest = (
+        ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "3"),
+        [c for c in CHECKS if c != check],
+    )
+    assert prove(*flags, without=rest)[0] == 0
+    turned = Noise.gumbel
+    monkeypatch.setattr(Noise, "gumbel", lambda self, index, *rest: turned(self, index + len(self.seeds), *rest))
+    code, said = prove(*flags, without=rest)
+    assert code == 1 and not said["pass"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +225,7 @@ def test_a_control_that_is_missed_fails(prove: Callable[..., tuple[int, Any]]) -
     ],
 )
 def test_settings_that_draw_in_step_are_proved_too(prove: Callable[..., tuple[int, Any]], flags: str) -> None:
-    code, said = prove("--draws", "10000", "--sampler.kind", *flags.split())
+    code, said = prove("--draws", "10000", "--sampler.kind", *flags.split(), without=["controls"])
     assert code == 0 and said["pass"] and said["equalities"] == ("5/5" if "sjd" in flags else "4/4")
 
 
@@ -283,7 +302,7 @@ def test_the_worlds_are_what_they_are_called() -> None:
 def test_the_clock_of_auto_has_no_say_in_the_tokens(prove: Callable[..., tuple[int, Any]]) -> None:
     """As it was, with the seeds of the images, its distribution is another, and the program says so."""
     flags = ("--draws", "10000", "--sampler.kind", "sjd", "--sampler.window", "auto")
-    code, said = prove(*flags)
+    code, said = prove(*flags, without=["controls"])
     assert code == 0 and said["pass"] and (said["simulated"], said["equalities"]) == (1, "1/1")
     exactness = program("exactness")
     old = exactness._by_trial(mutants.TrialOfImages(Config("coupled", "auto")), 100_000, 5 << 32)
