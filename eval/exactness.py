@@ -21,9 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Annotated, Any
 from unittest import mock
 
@@ -85,7 +83,7 @@ def main() -> None:
         tasks["trials"] = trials, ids, settings.draws, settings.seed
         tasks |= {"controls": (controls, settings.draws, settings.seed), "equalities": (equalities, ids)}
         tasks |= {"kernels": (kernels, ids), "enumeration": (enumeration, ids, alone)}
-    found = side_by_side(tasks, settings.processes)
+    found, cpu = ex.side_by_side(tasks, settings.processes)
     proof, passed = found.pop("vectors", None), True
     summary: dict[str, Any] = {}
     if ids:
@@ -94,20 +92,9 @@ def main() -> None:
     if proof is not None:
         passed = proof.pop("pass") and passed
         summary["vectors"] = proof
-    summary["seconds"] = round(time.perf_counter() - start, 1)
+    summary |= {"seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(cpu, 1)}
     print(json.dumps({"pass": passed, **summary}))
     raise SystemExit(0 if passed else 1)
-
-
-def side_by_side(tasks: dict[str, tuple[Any, ...]], processes: int) -> dict[str, Any]:
-    """What each task, a function and its arguments, returns: none is faster on two threads, so each has a process."""
-    if processes == 1:
-        return {name: task(*given) for name, (task, *given) in tasks.items()}
-    workers = min(len(tasks), processes)
-    threads = max(1, torch.get_num_threads() // workers)
-    with ProcessPoolExecutor(workers, get_context("forkserver"), torch.set_num_threads, (threads,)) as pool:
-        running = {name: pool.submit(*task) for name, task in tasks.items()}
-        return {name: future.result() for name, future in running.items()}
 
 
 def summarised(
