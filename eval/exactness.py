@@ -14,6 +14,9 @@ iff every sampler passes and every control is caught.
 
 from __future__ import annotations
 
+import visgen  # noqa: F401 (before torch: sets how OpenMP's threads wait)
+
+# isort: split
 import dataclasses
 import itertools
 import json

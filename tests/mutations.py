@@ -63,7 +63,8 @@ def run(tests: list[str], mutation: Mutation | None = None) -> tuple[int, str]:
                 (Path(name) / path.name).symlink_to(path)
         if mutation is not None:
             (Path(name) / mutation.file).write_text(mutation.changed())
-        environment = os.environ | {"PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([name, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
