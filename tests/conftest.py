@@ -64,6 +64,12 @@ def no_network() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    """Undo what a training in an earlier test set for its process: float32 products may be rounded, on CPUs too."""
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_folders_left() -> Iterator[None]:
     """Fails where a test left a folder in the repository, such as a program's default --out."""
